@@ -1,0 +1,169 @@
+"""The command line: one function a command, each thin. Heavy imports wait until a command needs them."""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowshard import __version__
+from flowshard.errors import RunError, UserError
+
+EXIT_FAULT, EXIT_USER = 1, 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0 done, 1 a fault, 2 the user's input is wrong."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except UserError as error:
+        return _fail(error, EXIT_USER)
+    except RunError as error:
+        return _fail(error, EXIT_FAULT)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    return 0
+
+
+def _fail(error: object, status: int) -> int:
+    sys.stderr.write(f"flowshard: error: {error}\n")
+    return status
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    from flowshard.config_file import load_config
+    from flowshard.train.inputs import check_inputs
+
+    inputs = check_inputs(load_config(parsed.config, parsed.overrides))
+
+    from flowshard.libraries import quiet_libraries
+    from flowshard.train.loop import train
+
+    quiet_libraries()
+    train(inputs)
+
+
+def _generate(parsed: argparse.Namespace) -> None:
+    from flowshard.generate import GenerateOptions, check_generation, generate
+
+    fields = GenerateOptions.__dataclass_fields__
+    checked = check_generation(GenerateOptions(**{name: getattr(parsed, name) for name in fields}))
+
+    from flowshard.libraries import quiet_libraries
+
+    quiet_libraries()
+    generate(checked)
+    sys.stdout.write(f"wrote {parsed.output}\n")
+
+
+def _tiny(parsed: argparse.Namespace) -> None:
+    from flowshard.families import all_families, find_variant
+
+    if parsed.list:
+        for family in all_families():
+            for name, variant in family.variants.items():
+                sys.stdout.write(f"{name:<24} {family.name:<12} {variant.hub_id}\n")
+        return
+    if parsed.variant is None or parsed.directory is None:
+        raise UserError("give VARIANT and DIR, or --list for the variants")
+    find_variant(parsed.variant, option="VARIANT")
+
+    from flowshard.families.tiny import write_tiny_pipeline
+    from flowshard.libraries import quiet_libraries
+
+    quiet_libraries()
+    write_tiny_pipeline(parsed.variant, parsed.directory, seed=parsed.seed)
+    sys.stdout.write(f"wrote {parsed.directory}\n")
+
+
+class _TrainHelp(argparse.Action):
+    """Prints the command's help followed by every option of the config, taken from the schema."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show this text and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from flowshard.config_file import describe_options
+
+        parser.print_help()
+        sys.stdout.write("\n" + describe_options(_width()))
+        parser.exit()
+
+
+def _width() -> int:
+    try:
+        return min(os.get_terminal_size().columns, 120)
+    except OSError:
+        return 100
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flowshard", description="Training of diffusion transformers: one run, any layout, one loss curve."
+    )
+    parser.add_argument("--version", action="version", version=f"flowshard {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="train a LoRA or full weights from a YAML config",
+        description="Train from a YAML config. Options given as a.b=value override the file.",
+        usage="flowshard train CONFIG [a.b=value ...]",
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", metavar="CONFIG", help="YAML file; the options below say what it may hold")
+    train.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example train.steps=5")
+    train.add_argument("-h", "--help", action=_TrainHelp)
+    train.set_defaults(run=_train)
+
+    generate = commands.add_parser(
+        "generate",
+        help="make a clip or a picture with a trained LoRA or trained weights",
+        description="Make a clip (.mp4) or, for one frame, a picture (.png) through the stock diffusers pipeline.",
+    )
+    generate.add_argument("--model", required=True, metavar="DIR", help="diffusers folder or hub id of the base model")
+    generate.add_argument("--lora", type=Path, metavar="FILE", help="LoRA file, checkpoint or run")
+    generate.add_argument("--weights", type=Path, metavar="DIR", help="trained transformer, checkpoint or run")
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to show")
+    generate.add_argument("--negative-prompt", default="", metavar="TEXT", help="what to avoid (default: empty)")
+    generate.add_argument("--output", required=True, type=Path, metavar="FILE", help=".mp4, or .png for one frame")
+    numbers: tuple[tuple[str, type, float, str], ...] = (
+        ("--frames", int, 81, "frames"),
+        ("--height", int, 480, "height in pixels"),
+        ("--width", int, 832, "width in pixels"),
+        ("--steps", int, 50, "denoising steps"),
+        ("--guidance", float, 5.0, "classifier-free guidance scale; 1 turns it off"),
+        ("--fps", int, 16, "frames a second of the clip"),
+        ("--seed", int, 0, "seed of the initial noise"),
+    )
+    for flag, kind, default, text in numbers:
+        generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    generate.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda or npu, with an index if wanted (default: auto)"
+    )
+    generate.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights (default: %(default)s)",
+    )
+    generate.set_defaults(run=_generate)
+
+    tiny = commands.add_parser(
+        "tiny",
+        help="write a tiny random pipeline of a variant, to try a config",
+        description=textwrap.dedent(
+            "Write a complete diffusers pipeline of a variant with tiny random weights (a few MB), which the stock pipeline "
+            "class loads. Use it to try a config, a launcher or a cluster before the real weights."
+        ),
+    )
+    tiny.add_argument("variant", metavar="VARIANT", nargs="?", help="for example wan2.1-t2v-1.3b")
+    tiny.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="an empty or new folder")
+    tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    tiny.add_argument("--list", action="store_true", help="list the variants")
+    tiny.set_defaults(run=_tiny)
+    return parser

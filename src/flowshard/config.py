@@ -1,0 +1,246 @@
+"""The schema of a run: one YAML file, the same for every layout.
+
+Every option is documented right below the field that defines it; `flowshard train --help` prints exactly these texts.
+Reading and merging the YAML is in `config_file.py`. Nothing here imports torch, so that a mistake is found in a moment.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A group of options. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    variant: str
+    """The published model, for example `wan2.1-t2v-1.3b`. It decides family, conditions and defaults."""
+    path: str
+    """Where its weights are: a folder in the diffusers layout, or the id of such a repository on the hub."""
+    extend: str | None = None
+    """`file.py:function` that adds modules before the weights load."""
+    expert: Literal["high", "low"] | None = None
+    """Which expert of a model with two is trained (Wan 2.2)."""
+    dtype: Dtype = "bfloat16"
+    """Type of the frozen weights and of autocast. Trainable weights are float32 and are the masters."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    metadata: str
+    """A `.csv`, `.json` or `.jsonl` file with the columns `prompt` and `video` or `image`."""
+    root: str | None = None
+    """The folder that the media paths start from; the metadata's own folder if null. Only paths inside are read."""
+    height: PositiveInt
+    """Height in pixels. Media are resized, keeping the aspect ratio, and cropped at the centre."""
+    width: PositiveInt
+    """Width in pixels."""
+    frames: PositiveInt = 1
+    """Frames of a clip: its first ones. A picture is a clip of one frame."""
+    repeat: PositiveInt = 1
+    """How many times an epoch goes through the metadata."""
+    cache: str = "auto"
+    """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
+    a folder for the encoded samples, which several runs may share."""
+
+
+class GroupConfig(Section):
+    """Learning rate and decay of the parameters that a pattern matches."""
+
+    pattern: str
+    """Dotted name components that stand next to each other, with `*` and `?`: `attn1`, `blocks.*.ffn`, `lora_B`."""
+    learning_rate: NonNegativeFloat | None = None
+    """Learning rate of the group, `train.learning_rate` if null. The schedule scales it as well."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay of the group, also of the norms and biases that match; the usual rule if null."""
+
+
+class TrainConfig(Section):
+    """How it is trained."""
+
+    method: Literal["lora", "full"] = "lora"
+    """`lora` trains low-rank adapters beside frozen weights, `full` the weights themselves."""
+    steps: PositiveInt | None = None
+    """Optimizer updates of the whole run. Give this or `train.epochs`."""
+    epochs: PositiveInt | None = None
+    """Passes over the data instead of steps; the last step may reach into the next pass."""
+    global_batch: PositiveInt = 1
+    """Samples of one update, over all devices. Accumulation is global_batch / (micro_batch * data-parallel degree)."""
+    micro_batch: PositiveInt = 1
+    """Samples that go through the model at once on one device. Changes speed and memory, not the result."""
+    learning_rate: NonNegativeFloat = 1.0e-4
+    """Learning rate at the peak of the schedule."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay. Norms, biases and other vectors get none unless `train.groups` says so."""
+    optimizer: str = "adamw"
+    """`adamw`, or the import path of a torch optimizer, for example `torch.optim.SGD`."""
+    optimizer_options: dict[str, Any] = {}
+    """Further arguments of the optimizer, for example `{betas: [0.9, 0.99]}`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up; `linear` and `cosine` reach 0 at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to its peak, under every schedule."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient over all trained parameters; null does not clip."""
+    modules: list[str] = []
+    """Patterns of modules or parameters. With `lora`: trained in full beside the adapters. With `full`: only these."""
+    groups: list[GroupConfig] = []
+    """Learning rate and weight decay by pattern; the first group that matches a parameter counts."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters."""
+
+    rank: PositiveInt = 32
+    """Rank of the two factors."""
+    alpha: PositiveFloat = 32
+    """The product of the factors is scaled by alpha / rank. Saved files have the scale folded in."""
+    targets: list[str] | None = None
+    """Layers that get an adapter, by the end of their name, in diffusers' or the publisher's vocabulary
+    (`to_q` = `q`); the family's default if null."""
+    init_from: str | None = None
+    """A LoRA file to go on training from."""
+    preset: list[str] = []
+    """LoRA files that are fused into the frozen weights first."""
+
+
+class ObjectiveConfig(Section):
+    """Flow matching: noisy = (1 - sigma) * clean + sigma * noise, the target is noise - clean."""
+
+    sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
+    """Density of sigma before the shift (https://arxiv.org/abs/2403.03206, section 3.1)."""
+    logit_mean: float = 0.0
+    """Mean of `logit_normal`."""
+    logit_std: PositiveFloat = 1.0
+    """Standard deviation of `logit_normal`."""
+    mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = 1.29
+    """Scale of `mode`; between -1 and 1.75 its density is positive everywhere."""
+    shift: PositiveFloat | Literal["auto"] = "auto"
+    """sigma becomes shift * sigma / (1 + (shift - 1) * sigma). `auto` takes the value of the model's scheduler."""
+    sigma_range: tuple[float, float] = (0.0, 1.0)
+    """Only noise levels in this range are drawn, with the density they have in the whole distribution."""
+    weighting: Literal["none", "bell"] = "none"
+    """`bell` weighs a sample by a bell curve of sigma around 0.5, with mean 1 over the drawn distribution."""
+    stratified: bool = True
+    """Spread the noise levels of one global batch evenly over the distribution, which lowers the variance."""
+    guidance: float | Literal["auto"] = "auto"
+    """Guidance value given to guidance-distilled models."""
+
+    @model_validator(mode="after")
+    def _range_is_a_range(self) -> "ObjectiveConfig":
+        low, high = self.sigma_range
+        if not 0.0 <= low < high <= 1.0:
+            raise ValueError(f"sigma_range is [low, high] with 0 <= low < high <= 1, not [{low:g}, {high:g}]")
+        return self
+
+
+class LayoutConfig(Section):
+    """How the run is spread over devices. It never changes the numbers."""
+
+    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
+    """Who holds parameters, gradients and optimizer state."""
+    sequence: PositiveInt = 1
+    """Sequence-parallel degree: devices that share the tokens of one sample."""
+    ulysses: PositiveInt | Literal["auto"] = "auto"
+    """Part of the sequence-parallel degree that exchanges heads."""
+    ring: PositiveInt | Literal["auto"] = "auto"
+    """Part of the sequence-parallel degree that rotates keys and values."""
+
+
+class MemoryConfig(Section):
+    """What is kept for the backward pass."""
+
+    activations: Literal["keep", "selective", "recompute", "offload", "auto"] = "keep"
+    """What happens to the activations of a block between forward and backward."""
+    compile: bool = False
+    """Compile the repeated blocks."""
+
+
+class SaveConfig(Section):
+    """What is written during and after the run."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 saves at the end only. The last step is always saved, once."""
+    keep: PositiveInt = 3
+    """Checkpoints that are kept; older ones are deleted after a newer one is complete."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """Type of the saved tensors. `auto`: LoRA in float32, full weights in `model.dtype`; what the model keeps in
+    float32 stays so."""
+
+
+class ValidationConfig(Section):
+    """Samples during training."""
+
+    every: NonNegativeInt = 0
+    """Steps between samples; 0 makes none."""
+    prompts: list[str] = []
+    """Prompts of the samples."""
+    steps: PositiveInt = 20
+    """Denoising steps of a sample."""
+
+
+class LogConfig(Section):
+    """Where numbers go besides `metrics.jsonl`."""
+
+    trackers: list[str] = []
+    """Experiment trackers."""
+
+
+class Config(Section):
+    """One training run."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the order, the noise, the noise levels and of new weights."""
+    output: str
+    """Folder of the run. An earlier run found there is moved into its `previous/` folder, never overwritten."""
+    device: str = "auto"
+    """`auto` (CUDA, then Ascend NPU, then CPU), `cpu`, `cuda`, `npu`, or with an index as in `cuda:1`."""
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    layout: LayoutConfig = LayoutConfig()
+    memory: MemoryConfig = MemoryConfig()
+    save: SaveConfig = SaveConfig()
+    validation: ValidationConfig = ValidationConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where encoded samples are kept; None if every step encodes anew."""
+        if self.data.cache == "off":
+            return None
+        return Path(self.output, "cache") if self.data.cache == "auto" else Path(self.data.cache)
+
+
+# Options of the fixed schema whose other values come with later versions: option -> what is accepted today. They are
+# refused here, in one place, rather than ignored.
+AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
+    "model.extend": (None,),
+    "model.expert": (None,),
+    "lora.init_from": (None,),
+    "lora.preset": ([],),
+    "objective.guidance": ("auto",),
+    "layout.strategy": ("auto", "single"),
+    "layout.sequence": (1,),
+    "layout.ulysses": ("auto", 1),
+    "layout.ring": ("auto", 1),
+    "memory.activations": ("keep",),
+    "memory.compile": (False,),
+    "validation.every": (0,),
+    "log.trackers": ([],),
+}

@@ -1,0 +1,235 @@
+"""From a YAML file and dotted overrides to a checked `Config`; and back to text."""
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig
+from flowshard.errors import UserError
+
+RECORD_KEY = "record"
+"""The key of a run's `config.yaml` under which versions, layout and git state are noted; ignored when read back."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `a.b=value` overrides and check the result.
+
+    Raises:
+        UserError: the file cannot be read, an option does not exist or its value is wrong, or two options conflict.
+    """
+    tree = _read_yaml(Path(path))
+    tree.pop(RECORD_KEY, None)
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(_explain(error)) from None
+    _check_conflicts(config)
+    return config
+
+
+def dump_config(config: Config, record: Mapping[str, Any]) -> str:
+    """The resolved config as YAML that `load_config` reads, with `record` beside it."""
+    tree = json.loads(config.model_dump_json())
+    return yaml.safe_dump({**tree, RECORD_KEY: dict(record)}, sort_keys=False, allow_unicode=True, width=120)
+
+
+def options(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All options in the order of the schema, as (dotted name, field)."""
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from options(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def describe_options(width: int) -> str:
+    """Every option with its type, default and description, as text for `--help`."""
+    lines = ["options of the config (also as a.b=value):", ""]
+    section = None
+    for name, field in options():
+        head = name.rpartition(".")[0]
+        if head != section:
+            section = head
+            model = Config.model_fields[head].annotation if head else None
+            lines += ["", f"{head}: {(model.__doc__ or '').strip()}"] if model is not None else []
+        default = (
+            "required" if field.is_required() else f"default {_show(field.get_default(call_default_factory=True))}"
+        )
+        lines.append(f"  {name} ({_type_name(field.annotation)}; {default})")
+        text = " ".join((field.description or "").split())
+        if name in AVAILABLE_VALUES:
+            text += f" This version takes only {' or '.join(_show(choice) for choice in AVAILABLE_VALUES[name])}."
+        lines += textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def _type_name(annotation: Any) -> str:
+    """A type as a user writes it: `int or 'auto'`."""
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return ", ".join(str(choice) for choice in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type_name(choice) for choice in get_args(annotation))
+    if get_origin(annotation) in (list, tuple, dict):
+        inner = ", ".join(_type_name(choice) for choice in get_args(annotation))
+        return f"{get_origin(annotation).__name__} of {inner}"
+    names = {str: "text", bool: "true or false", GroupConfig: "{pattern, learning_rate, weight_decay}"}
+    return names.get(annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, of which YAML would silently keep the last."""
+
+
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+        seen.add(key.value)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a config is a mapping of options such as `output: runs/name`")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")
+    fields = dict(options())
+    if name not in fields:
+        raise UserError(_unknown_option(name))
+    value = _parse_yaml(text, override)
+    annotation = fields[name].annotation
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (annotation is str or str in get_args(annotation))
+    ):
+        value = text  # `output=007` names a folder, not the number 7
+    *sections, leaf = name.split(".")
+    for section in sections:
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
+        if not isinstance(tree, dict):
+            raise UserError(f"{section}: a group of options, not a single value; override {override!r} does not fit")
+    tree[leaf] = value
+
+
+def _unknown_option(name: str) -> str:
+    known = [option for option, _ in options()]
+    inside = [option for option in known if option.startswith(f"{name}.")]
+    if inside:
+        return f"{name}: a group of options; set one of {', '.join(inside)}"
+    if name.startswith("train.groups."):
+        known = [f"{name.rpartition('.')[0]}.{key}" for key in GroupConfig.model_fields]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not nearest:  # the right leaf in the wrong section, for example `train.frames`
+        nearest = [option for option in known if option.split(".")[-1] == name.split(".")[-1]][:1]
+    advice = f"did you mean {nearest[0]}?" if nearest else "see `flowshard train --help` for all options"
+    return f"{name}: unknown option; {advice}"
+
+
+def _explain(error: ValidationError) -> str:
+    """pydantic's findings as one line an option, each with name, value and fix.
+
+    An option with several possible types gives one finding a type; those are joined.
+    """
+    names = {part for option, _ in options() for part in option.split(".")} | set(GroupConfig.model_fields)
+    reasons: dict[str, tuple[Any, list[str]]] = {}
+    lines: list[str] = []
+    for problem in error.errors():
+        *inner, last = problem["loc"]
+        parts = [part for part in inner if isinstance(part, int) or part in names]
+        if isinstance(last, int) or last in names or problem["type"] == "extra_forbidden":
+            parts.append(last)
+        name = ".".join(map(str, parts))
+        if problem["type"] == "extra_forbidden":
+            lines.append(_unknown_option(name))
+        elif problem["type"] == "missing":
+            field = dict(options()).get(name)
+            about = f" ({' '.join(field.description.split()).rstrip('.')})" if field and field.description else ""
+            lines.append(f"{name}: this option must be given{about}")
+        elif problem["type"] == "value_error":
+            lines.append(f"{name}: {problem['ctx']['error']}")
+        elif problem["type"] == "model_type":
+            lines.append(f"{name}: a group of options such as {name}.{_first_option(name)}, not {problem['input']!r}")
+        else:
+            reason = problem["msg"].removeprefix("Input should be ").split(", unable")[0]
+            reasons.setdefault(name, (problem["input"], []))[1].append(reason)
+    lines += [f"{name}: {_show(value)} is not {' or '.join(why)}" for name, (value, why) in reasons.items()]
+    return "\n".join(lines)
+
+
+def _first_option(section: str) -> str:
+    return next((name.split(".")[-1] for name, _ in options() if name.startswith(f"{section}.")), "pattern")
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _check_conflicts(config: Config) -> None:
+    """Refuse what single fields cannot see: values of later versions, and options that contradict one another."""
+    tree = config.model_dump()
+    for option, accepted in AVAILABLE_VALUES.items():
+        section, leaf = option.split(".")
+        value = tree[section][leaf]
+        if value not in accepted:
+            shown = " or ".join(_show(choice) for choice in accepted)
+            raise UserError(f"{option}: {_show(value)} is not available in this version; use {shown}")
+    train = config.train
+    if (train.steps is None) == (train.epochs is None):
+        state = "neither is" if train.steps is None else f"train.steps is {train.steps} and train.epochs {train.epochs}"
+        raise UserError(f"give exactly one of train.steps and train.epochs ({state}); set the other to null")
+    if train.global_batch % train.micro_batch:
+        raise UserError(
+            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch}; "
+            f"use a micro_batch of {_divisors(train.global_batch)}"
+        )
+    if train.steps is not None and train.warmup_steps > train.steps:
+        raise UserError(f"train.warmup_steps {train.warmup_steps} exceeds train.steps {train.steps}; lower it")
+    if train.method == "full" and config.lora.targets is not None:
+        raise UserError("lora.targets has no effect with train.method=full; use train.modules or train.method=lora")
+    if config.model.dtype == "float16":
+        raise UserError("model.dtype: 'float16' is not available in this version; use 'bfloat16' or 'float32'")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

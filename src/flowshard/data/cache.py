@@ -1,0 +1,137 @@
+"""Encoded samples on disk, one safetensors file for a medium and one for a distinct prompt.
+
+A file's name is a hash of everything that its content depends on, so an entry is found exactly when it is right: a
+changed clip, size, encoder or version of our code leads to another name. Media are identified by the hash of their bytes;
+size and modification time only spare hashing a file again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from flowshard.config import Config
+from flowshard.data.metadata import Row
+from flowshard.errors import UserError
+from flowshard.families.base import Family
+from flowshard.weights.files import atomic_file, fingerprint
+
+_MEDIA_VERSION = 1
+"""Raised whenever `media.read_frames` gives other pixels."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+class EncodedCache:
+    """The cache folder as one run sees it."""
+
+    def __init__(self, folder: Path, config: Config, family: Family, model_folder: Path, dtype: torch.dtype) -> None:
+        self._folder = folder
+        common = {"variant": config.model.variant, "encoding": family.encoding_version}
+        size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
+        self._media_basis = {
+            **common,
+            **size,
+            "media": _MEDIA_VERSION,
+            "encoders": [fingerprint(model_folder / name) for name in family.media_components],
+        }
+        self._text_basis = {
+            **common,
+            "dtype": str(dtype),
+            "encoders": [fingerprint(model_folder / name) for name in family.text_components],
+        }
+        self._hashes = _MediaHashes(folder / "media.json")
+        self._files: dict[tuple[str, Any], Path] = {}
+
+    def fill(
+        self,
+        rows: Sequence[Row],
+        *,
+        encode_media: Callable[[Row], Tensors],
+        encode_text: Callable[[Row], Tensors],
+        progress: Callable[[str], None],
+    ) -> None:
+        """Encode what is missing for these rows; nothing that is there is touched."""
+        for name in ("media", "text"):
+            try:
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"data.cache: cannot write to {self._folder} ({error.strerror}); give another folder or use data.cache=off"
+                ) from None
+        work: dict[Path, tuple[Row, Callable[[Row], Tensors]]] = {}
+        for row in rows:
+            for file, encode in ((self._media_file(row), encode_media), (self._text_file(row), encode_text)):
+                if not file.is_file():
+                    work.setdefault(file, (row, encode))
+        self._hashes.save()
+        if not work:
+            progress(f"cache {self._folder}: all {len(rows)} samples are there")
+            return
+        progress(f"cache {self._folder}: encoding {len(work)} of {len(set(self._files.values()))} entries")
+        for file, (row, encode) in tqdm(work.items(), desc="encode", unit="entry", disable=None):
+            with atomic_file(file) as temporary:
+                save_file(encode(row), temporary)
+
+    def read_media(self, row: Row) -> Tensors:
+        """The tensors of the row's medium, `latents` among them."""
+        return load_file(self._media_file(row))
+
+    def read_text(self, row: Row) -> Tensors:
+        """The tensors of the row's prompt."""
+        return load_file(self._text_file(row))
+
+    def _media_file(self, row: Row) -> Path:
+        key = ("media", row.media)
+        if key not in self._files:
+            self._files[key] = self._entry("media", {**self._media_basis, "sha256": self._hashes.of(row.media)})
+        return self._files[key]
+
+    def _text_file(self, row: Row) -> Path:
+        key = ("text", row.prompt)
+        if key not in self._files:
+            self._files[key] = self._entry("text", {**self._text_basis, "prompt": row.prompt})
+        return self._files[key]
+
+    def _entry(self, kind: str, ingredients: dict[str, Any]) -> Path:
+        digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
+        return self._folder / kind / f"{digest[:40]}.safetensors"
+
+
+class _MediaHashes:
+    """Hashes of media files, remembered by path, size and modification time."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changed = False
+        self._known: dict[str, list[Any]] = {}
+        if file.is_file():
+            try:
+                self._known = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError:  # only a memory of work done: it is made anew
+                self._known = {}
+
+    def of(self, path: Path) -> str:
+        status = path.stat()
+        mark = [status.st_size, status.st_mtime_ns]
+        entry = self._known.get(str(path))
+        if entry is not None and entry[:2] == mark:
+            return str(entry[2])
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while block := stream.read(2**20):
+                digest.update(block)
+        self._known[str(path)] = [*mark, digest.hexdigest()]
+        self._changed = True
+        return digest.hexdigest()
+
+    def save(self) -> None:
+        if self._changed:
+            with atomic_file(self._file) as temporary:
+                temporary.write_text(json.dumps(self._known), encoding="utf-8")
+            self._changed = False

@@ -1,0 +1,133 @@
+"""Samples as the transformer takes them, encoded at every access or read from the cache."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowshard.config import Config
+from flowshard.data.cache import EncodedCache
+from flowshard.data.media import read_frames
+from flowshard.data.metadata import Metadata, Row
+from flowshard.errors import UserError
+from flowshard.families.base import Family
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded sample on the CPU."""
+
+    row: Row
+    latents: torch.Tensor
+    """float32, without batch."""
+    conditions: dict[str, torch.Tensor]
+
+
+class Encoder:
+    """Encodes rows of a metadata file at the size of the run; loads the encoders when first used."""
+
+    def __init__(
+        self, config: Config, family: Family, folder: Path, metadata: Metadata, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.family = family
+        self.folder = folder
+        self.metadata = metadata
+        self.dtype = dtype
+        self.device = device
+        self._encoders: Any = None
+
+    def media(self, row: Row) -> dict[str, torch.Tensor]:
+        """Latents and other tensors of the row's medium."""
+        data, where = self.config.data, self.metadata.describe(row)
+        frames = read_frames(row.media, height=data.height, width=data.width, frames=data.frames, where=where)
+        return self._checked(self.family.encode_media(self._load(), frames), where)
+
+    def text(self, row: Row) -> dict[str, torch.Tensor]:
+        """Tensors of the row's prompt."""
+        return self._checked(self.family.encode_text(self._load(), row.prompt), self.metadata.describe(row))
+
+    def release(self) -> None:
+        """Free the encoders."""
+        self._encoders = None
+
+    def _load(self) -> Any:
+        if self._encoders is None:
+            self._encoders = self.family.load_encoders(self.folder, dtype=self.dtype, device=self.device)
+        return self._encoders
+
+    @staticmethod
+    def _checked(tensors: dict[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+        for name, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise UserError(
+                    f"{where}: its {name} are not finite after encoding; check the medium, and use "
+                    "model.dtype=bfloat16 or float32"
+                )
+        return tensors
+
+
+class Dataset(ABC):
+    """The samples of an epoch, `data.repeat` times the rows."""
+
+    def __init__(self, metadata: Metadata, repeat: int) -> None:
+        self.rows = metadata.rows
+        self._repeat = repeat
+
+    def __len__(self) -> int:
+        return len(self.rows) * self._repeat
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self.rows[index % len(self.rows)]
+        tensors = self._tensors(row)
+        return Sample(row, tensors.pop("latents"), tensors)
+
+    @abstractmethod
+    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
+        """All tensors of a row, `latents` among them."""
+
+
+class OnlineDataset(Dataset):
+    """Decodes and encodes at every access."""
+
+    def __init__(self, encoder: Encoder, repeat: int) -> None:
+        super().__init__(encoder.metadata, repeat)
+        self._encoder = encoder
+
+    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
+        return {**self._encoder.media(row), **self._encoder.text(row)}
+
+
+class CachedDataset(Dataset):
+    """Reads what `fill` has encoded, by memory map."""
+
+    def __init__(self, cache: EncodedCache, metadata: Metadata, repeat: int) -> None:
+        super().__init__(metadata, repeat)
+        self._cache = cache
+
+    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
+        return {**self._cache.read_media(row), **self._cache.read_text(row)}
+
+
+def open_dataset(encoder: Encoder, cache_folder: Path | None, *, progress: Callable[[str], None]) -> Dataset:
+    """The dataset of a run; with a cache folder, everything that is not in it yet is encoded now.
+
+    Args:
+        encoder: for what has to be encoded.
+        cache_folder: where encoded samples are kept; None encodes at every access.
+        progress: takes lines for the user.
+
+    Raises:
+        UserError: a medium cannot be decoded; the message names file and row.
+    """
+    repeat = encoder.config.data.repeat
+    if cache_folder is None:
+        return OnlineDataset(encoder, repeat)
+    cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.folder, encoder.dtype)
+    rows = encoder.metadata.rows
+    cache.fill(rows, encode_media=encoder.media, encode_text=encoder.text, progress=progress)
+    encoder.release()
+    return CachedDataset(cache, encoder.metadata, repeat)

@@ -1,0 +1,92 @@
+"""All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+from flowshard.errors import UserError
+
+_KINDS = ("cuda", "npu", "cpu")
+
+
+def resolve_device(name: str, *, option: str = "device") -> torch.device:
+    """The device to run on, always with its index.
+
+    Args:
+        name: `auto`, or a kind, or a kind with an index.
+        option: names the option in messages.
+
+    Raises:
+        UserError: the name is no device, or this machine has no such device.
+    """
+    available = [kind for kind in _KINDS if _count(kind)]
+    if name == "auto":
+        name = available[0]
+    kind, _, index = name.partition(":")
+    if kind not in _KINDS or (index and not index.isdecimal()):
+        raise UserError(f"{option}: {name!r} is not auto, cpu, cuda or npu, nor one of them with an index as in cuda:1")
+    number = int(index or 0)
+    if number >= _count(kind):
+        found = ", ".join(f"{kind}:{i}" for kind in available for i in range(_count(kind)))
+        raise UserError(f"{option}: this machine has no {kind}:{number}; it has {found}")
+    return torch.device(kind, number) if kind != "cpu" else torch.device("cpu")
+
+
+def _count(kind: str) -> int:
+    if kind == "cpu":
+        return 1
+    if kind == "npu":
+        try:
+            import torch_npu  # noqa: F401 - adds torch.npu
+        except ImportError:
+            return 0
+    backend: Any = getattr(torch, kind)
+    return int(backend.device_count()) if backend.is_available() else 0
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on an accelerator, resident in the process on the CPU."""
+    if device.type != "cpu":
+        backend: Any = getattr(torch, device.type)
+        return int(backend.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+class Stopwatch:
+    """Splits the time of a step into phases without making an accelerator wait at every phase.
+
+    On an accelerator, events are put into the stream and read in `read`, which waits once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend: Any = getattr(torch, device.type) if device.type != "cpu" else None
+        self._marks: list[tuple[str, Any]] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks = [("", self._now())]
+
+    def lap(self, phase: str) -> None:
+        """The time since the last mark belongs to `phase`; laps of one name add up."""
+        self._marks.append((phase, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        if self._backend is not None:
+            self._backend.synchronize()
+        seconds: dict[str, float] = {}
+        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+            span = after - before if self._backend is None else before.elapsed_time(after) / 1000.0
+            seconds[phase] = seconds.get(phase, 0.0) + span
+        return seconds
+
+    def _now(self) -> Any:
+        if self._backend is None:
+            return time.perf_counter()
+        event = self._backend.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,0 +1,46 @@
+"""Model series: one file a family, found here by the name of a variant. Needs no torch."""
+
+import difflib
+import importlib
+from functools import cache
+
+from flowshard.errors import UserError
+from flowshard.families.base import Family, Variant
+
+__all__ = ["Family", "Variant", "all_families", "find_family_of_pipeline", "find_variant", "get_family"]
+
+# A new family is one new file and its line here.
+_FAMILIES = {"wan": "flowshard.families.wan:Wan"}
+
+
+@cache
+def get_family(name: str) -> Family:
+    """The family of that name."""
+    module, _, attribute = _FAMILIES[name].partition(":")
+    family: Family = getattr(importlib.import_module(module), attribute)()
+    return family
+
+
+def all_families() -> list[Family]:
+    """Every family that there is."""
+    return [get_family(name) for name in _FAMILIES]
+
+
+def find_variant(name: str, *, option: str) -> tuple[Family, Variant]:
+    """The family and the table row of a variant.
+
+    Raises:
+        UserError: no family has it; the message names `option` and the nearest variant.
+    """
+    for family in all_families():
+        if name in family.variants:
+            return family, family.variants[name]
+    known = [variant for family in all_families() for variant in family.variants]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {nearest[0]}?" if nearest else f"available: {', '.join(known)}"
+    raise UserError(f"{option}: unknown variant {name!r}; {advice}")
+
+
+def find_family_of_pipeline(pipeline_class: str) -> Family | None:
+    """The family whose diffusers pipeline has that class name."""
+    return next((family for family in all_families() if family.pipeline_class == pipeline_class), None)

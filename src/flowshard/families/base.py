@@ -1,0 +1,144 @@
+"""What a model series has to provide. The trainer knows nothing else of a model.
+
+A family is one file with one class; heavy libraries are imported inside its methods, as the registry is read before a
+run's input has been checked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from flowshard.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A published model."""
+
+    name: str
+    hub_id: str
+    """Repository of the diffusers-format weights."""
+    heads: int
+    """Attention heads of the transformer."""
+    shift: float
+    """Sigma shift of the publisher's scheduler, for folders whose scheduler names none."""
+
+
+class Family(ABC):
+    """A series of models that share architecture, encoders and training objective."""
+
+    name: ClassVar[str]
+    variants: ClassVar[Mapping[str, Variant]]
+    pipeline_class: ClassVar[str]
+    """Name of the diffusers pipeline."""
+    transformer_class: ClassVar[str]
+    """Name of the diffusers transformer."""
+    media_components: ClassVar[tuple[str, ...]]
+    """Subfolders of the pipeline that `encode_media` depends on."""
+    text_components: ClassVar[tuple[str, ...]]
+    """Subfolders of the pipeline that `encode_text` depends on."""
+    spatial_multiple: ClassVar[int]
+    """Height and width must be multiples of this: VAE stride times patch size."""
+    frame_stride: ClassVar[int]
+    """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Layers that get an adapter by default, in diffusers' names."""
+    lora_aliases: ClassVar[Mapping[str, str]]
+    """The publisher's layer names to diffusers' names."""
+    encoding_version: ClassVar[int]
+    """Raised whenever the result of `encode_media` or `encode_text` changes, so that no stale cache entry is used."""
+
+    def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
+        """Refuse a size that the model cannot take; `where` prefixes the option names in the message."""
+        for option, value in (("height", height), ("width", width)):
+            if value % self.spatial_multiple:
+                lower = max(value // self.spatial_multiple, 1) * self.spatial_multiple
+                choices = sorted({lower, (value // self.spatial_multiple + 1) * self.spatial_multiple})
+                raise UserError(
+                    f"{where}{option}: {value} is not a multiple of {self.spatial_multiple}, which {self.name} needs; "
+                    f"use {' or '.join(map(str, choices))}"
+                )
+        if (frames - 1) % self.frame_stride:
+            lower = (frames - 1) // self.frame_stride * self.frame_stride + 1
+            raise UserError(
+                f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
+                f"{lower + self.frame_stride}"
+            )
+
+    def resolve_targets(self, targets: Sequence[str] | None) -> list[str]:
+        """The user's LoRA targets, or the default ones, in diffusers' names."""
+        return [self.lora_aliases.get(target, target) for target in targets or self.lora_targets]
+
+    @abstractmethod
+    def load_encoders(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+        """The frozen models that turn media and text into what the transformer takes."""
+
+    @abstractmethod
+    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+        """Encode one clip or picture.
+
+        Args:
+            encoders: from `load_encoders`.
+            frames: uint8 RGB of shape (frames, height, width, 3).
+
+        Returns:
+            CPU tensors, among them `latents` in float32, scaled as the transformer takes them.
+        """
+
+    @abstractmethod
+    def encode_text(self, encoders: Any, prompt: str) -> Tensors:
+        """Encode one prompt to CPU tensors without padding."""
+
+    @abstractmethod
+    def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
+        """Join what `encode_media` (without the latents) and `encode_text` gave for each sample of a micro-batch."""
+
+    @abstractmethod
+    def denoise(
+        self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
+    ) -> torch.Tensor:
+        """Predict `noise - clean`.
+
+        Args:
+            transformer: the model, wrapped by a strategy or not.
+            noisy: latents at noise level `sigma`, shape (batch, ...), in the compute type.
+            sigma: float32 of shape (batch,), in [0, 1].
+            conditions: from `batch_conditions`, floating tensors in the compute type.
+
+        Returns:
+            The prediction, shaped like `noisy`.
+        """
+
+    @abstractmethod
+    def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+        """The repeated blocks, in the order of execution."""
+
+    @abstractmethod
+    def tokens(self, shape: torch.Size) -> int:
+        """Image or video tokens of one sample whose latents, without batch, have that shape."""
+
+    @abstractmethod
+    def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        """Call the stock pipeline.
+
+        Args:
+            pipeline: the diffusers pipeline of the family.
+            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`, `generator`.
+
+        Returns:
+            uint8 RGB of shape (frames, height, width, 3).
+        """
+
+    @abstractmethod
+    def write_tiny(self, variant: Variant, directory: Path, *, seed: int) -> None:
+        """Write a complete diffusers-format pipeline of the variant with small random weights."""

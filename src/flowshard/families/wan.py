@@ -1,0 +1,154 @@
+"""Wan text-to-video (https://github.com/Wan-Video/Wan2.1, https://arxiv.org/abs/2503.20314)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowshard.families.base import Family, Variant
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from flowshard.families.base import Tensors
+
+TEXT_TOKENS = 512
+"""Length to which the pipeline pads a prompt's embedding with zeros; the transformer attends to the padding."""
+PATCH = 2
+"""Side of a token in latent pixels."""
+TIMESTEPS = 1000
+"""The transformer's timestep is sigma times this."""
+
+
+class Wan(Family):
+    """Wan 2.1 text-to-video."""
+
+    name = "wan"
+    variants = {
+        variant.name: variant
+        for variant in (Variant("wan2.1-t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", heads=12, shift=3.0),)
+    }
+    pipeline_class = "WanPipeline"
+    transformer_class = "WanTransformer3DModel"
+    media_components = ("vae",)
+    text_components = ("text_encoder", "tokenizer")
+    spatial_multiple = 16
+    frame_stride = 4
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    lora_aliases = {
+        "q": "to_q",
+        "k": "to_k",
+        "v": "to_v",
+        "o": "to_out.0",
+        "ffn.0": "ffn.net.0.proj",
+        "ffn.2": "ffn.net.2",
+    }
+    encoding_version = 1
+
+    def load_encoders(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+        import torch
+        from diffusers import WanPipeline
+
+        # The VAE stays in float32, as its publisher and diffusers recommend.
+        pipeline = WanPipeline.from_pretrained(
+            folder, transformer=None, dtype={"default": dtype, "vae": torch.float32}, local_files_only=True
+        )
+        return pipeline.to(device)
+
+    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+        import torch
+
+        vae = encoders.vae
+        pixels = torch.from_numpy(frames).to(vae.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1.0
+        with torch.no_grad():
+            # The mode, not a sample: the encoding is deterministic and the posterior is narrow.
+            latents = vae.encode(pixels).latent_dist.mode()
+        mean, std = (
+            torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return {"latents": ((latents - mean) / std)[0].float().cpu()}
+
+    def encode_text(self, encoders: Any, prompt: str) -> Tensors:
+        import torch
+
+        with torch.no_grad():
+            padded, _ = encoders.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS, device=encoders.device
+            )
+        used = padded[0].ne(0).any(dim=-1).nonzero()
+        length = int(used[-1]) + 1 if len(used) else 0
+        return {"prompt_embeds": padded[0, :length].cpu().contiguous()}
+
+    def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
+
+        embeds = [condition["prompt_embeds"] for condition in conditions]
+        padded = embeds[0].new_zeros(len(embeds), TEXT_TOKENS, embeds[0].shape[-1])
+        for row, embed in zip(padded, embeds, strict=True):
+            row[: len(embed)] = embed
+        return {"prompt_embeds": padded}
+
+    def denoise(
+        self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
+    ) -> torch.Tensor:
+        prediction: torch.Tensor = transformer(
+            hidden_states=noisy,
+            timestep=sigma * TIMESTEPS,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return prediction
+
+    def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
+        blocks: Any = transformer.blocks
+        return list(blocks)
+
+    def tokens(self, shape: torch.Size) -> int:
+        _, frames, height, width = shape
+        return frames * (height // PATCH) * (width // PATCH)
+
+    def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        video = pipeline(
+            prompt=arguments["prompt"],
+            negative_prompt=arguments["negative_prompt"],
+            height=arguments["height"],
+            width=arguments["width"],
+            num_frames=arguments["frames"],
+            num_inference_steps=arguments["steps"],
+            guidance_scale=arguments["guidance"],
+            generator=arguments["generator"],
+            max_sequence_length=TEXT_TOKENS,
+            output_type="np",
+        ).frames[0]
+        frames: np.ndarray = (video * 255).round().astype("uint8")
+        return frames
+
+    def write_tiny(self, variant: Variant, directory: Path, *, seed: int) -> None:
+        from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+        from flowshard.families import tiny
+
+        tokenizer = tiny.t5_tokenizer()
+        with tiny.seeded(seed, variant.name):
+            text_encoder = tiny.umt5_encoder(tokenizer)
+            vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+            transformer = WanTransformer3DModel(
+                num_attention_heads=variant.heads,
+                attention_head_dim=16,
+                text_dim=tiny.TEXT_WIDTH,
+                ffn_dim=256,
+                num_layers=3,
+            )
+            # The real latents have mean 0 and deviation 1; so have these.
+            tiny.normalise_latents(vae)
+        WanPipeline(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder.eval(),
+            vae=vae.eval(),
+            transformer=transformer.eval(),
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=variant.shift
+            ),
+        ).save_pretrained(directory)

@@ -1,0 +1,143 @@
+"""Pictures and clips through the stock diffusers pipeline, with a LoRA or trained weights in place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from flowshard.data.media import write_video
+from flowshard.errors import UserError
+from flowshard.families import Family, find_family_of_pipeline
+from flowshard.weights.files import (
+    LORA_FILE,
+    MODULES_FILE,
+    TRANSFORMER_FOLDER,
+    atomic_file,
+    find_pipeline,
+    read_header,
+    read_headers,
+    read_json,
+)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `flowshard generate`."""
+
+    model: str
+    lora: Path | None
+    weights: Path | None
+    prompt: str
+    negative_prompt: str
+    output: Path
+    frames: int
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    fps: int
+    seed: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CheckedGeneration:
+    """Options together with what they lead to on the disk."""
+
+    options: GenerateOptions
+    folder: Path
+    family: Family
+    lora: Path | None
+    weights: Path | None
+
+
+def check_generation(options: GenerateOptions) -> CheckedGeneration:
+    """Find mistakes before torch is imported.
+
+    Raises:
+        UserError: naming option, value and fix.
+    """
+    folder = find_pipeline(options.model, option="--model")
+    pipeline = read_json(folder / "model_index.json").get("_class_name", "")
+    family = find_family_of_pipeline(pipeline)
+    if family is None:
+        raise UserError(f"--model: {folder} holds a {pipeline}, which no family here generates with")
+    family.check_size(options.height, options.width, options.frames, where="--")
+    wanted = ".png" if options.frames == 1 else ".mp4"
+    if options.output.suffix.lower() != wanted:
+        what = "one frame is" if options.frames == 1 else f"{options.frames} frames are"
+        raise UserError(f"--output: {what} written as a {wanted} file, not {options.output}")
+    if not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output: the folder {options.output.absolute().parent} does not exist")
+    if min(options.steps, options.fps) < 1:
+        raise UserError(f"--steps and --fps are at least 1, not {options.steps} and {options.fps}")
+    if options.lora is not None and options.weights is not None:
+        raise UserError("--lora and --weights exclude each other; give the one that was trained")
+    lora = weights = None
+    if options.lora is not None:
+        lora = _find(options.lora, LORA_FILE, option="--lora")
+        read_header(lora)
+    if options.weights is not None:
+        weights = _find(options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights").parent
+        read_headers(weights)
+    return CheckedGeneration(options, folder, family, lora, weights)
+
+
+def _find(path: Path, *names: str, option: str) -> Path:
+    """The file itself, or the newest of that name in a checkpoint or a run."""
+    if path.is_file():
+        return path
+    checkpoints = sorted((path / "checkpoints").glob("step-*"), reverse=True)
+    for folder in (path, *checkpoints):
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    raise UserError(
+        f"{option}: {path} does not exist or holds no {' or '.join(names)}; give a file, a checkpoint or a run"
+    )
+
+
+def generate(checked: CheckedGeneration) -> None:
+    """Run the pipeline and write the output file."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from flowshard.device import resolve_device
+    from flowshard.weights.load import load_modules
+
+    options = checked.options
+    device = resolve_device(options.device, option="--device")
+    dtype = getattr(torch, options.dtype)
+    components = {}
+    if checked.weights is not None:
+        import diffusers
+
+        transformer_class = getattr(diffusers, checked.family.transformer_class)
+        components["transformer"] = transformer_class.from_pretrained(checked.weights, dtype=dtype)
+    # The VAE decodes in float32, as in training.
+    pipeline = DiffusionPipeline.from_pretrained(
+        checked.folder, dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
+    )
+    if checked.lora is not None:
+        modules = checked.lora.with_name(MODULES_FILE)
+        if modules.is_file():
+            load_modules(pipeline.transformer, modules)
+        pipeline.load_lora_weights(str(checked.lora.parent), weight_name=checked.lora.name)
+    pipeline.to(device)
+    frames = checked.family.generate(
+        pipeline,
+        prompt=options.prompt,
+        negative_prompt=options.negative_prompt,
+        height=options.height,
+        width=options.width,
+        frames=options.frames,
+        steps=options.steps,
+        guidance=options.guidance,
+        generator=torch.Generator("cpu").manual_seed(options.seed),
+    )
+    with atomic_file(options.output) as temporary:
+        if options.frames == 1:
+            Image.fromarray(frames[0]).save(temporary, format="PNG")
+        else:
+            write_video(temporary, frames, fps=options.fps)

@@ -1,0 +1,22 @@
+"""Settings of the libraries that we call, made before they are imported."""
+
+import os
+import warnings
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and notices of other libraries out of the way of ours; errors still show."""
+    from flowshard.device import resolve_device
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if resolve_device("auto").type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, if installed, prints that it found no GPU
+    # float32 masters of norm scales beside bfloat16 activations are what autocast is meant to give.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()

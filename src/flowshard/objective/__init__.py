@@ -1,0 +1,1 @@
+"""What is learned: noise levels, noise, and the loss."""

@@ -1,0 +1,1 @@
+"""Laying one run out over devices."""

@@ -1,0 +1,134 @@
+"""Checks everything that can be checked before torch is imported and before a weight is read."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowshard.config import Config
+from flowshard.data.media import is_image
+from flowshard.data.metadata import Metadata, read_metadata
+from flowshard.errors import UserError
+from flowshard.families import Family, Variant, find_variant
+from flowshard.patterns import matches, select
+from flowshard.weights.files import (
+    TRANSFORMER_FOLDER,
+    TensorInfo,
+    check_pipeline,
+    find_pipeline,
+    read_headers,
+    scheduler_shift,
+)
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The checked input of a run."""
+
+    config: Config
+    family: Family
+    variant: Variant
+    folder: Path
+    """The pipeline's folder."""
+    tensors: dict[str, TensorInfo]
+    """The transformer's tensors in the files."""
+    adapted: list[str]
+    """Modules that get an adapter; empty for full training."""
+    trained: list[str]
+    """Base parameters that are trained."""
+    metadata: Metadata
+    shift: float
+    steps: int
+    samples: int
+    """Samples of an epoch."""
+
+
+def check_inputs(config: Config) -> RunInputs:
+    """Find what is wrong with a run's input within moments.
+
+    Raises:
+        UserError: the message names option, file or row, the value, and the fix.
+    """
+    family, variant = find_variant(config.model.variant, option="model.variant")
+    data = config.data
+    family.check_size(data.height, data.width, data.frames, where="data.")
+    metadata = read_metadata(data.metadata, data.root)
+    _check_batches(config, metadata)
+    folder = find_pipeline(config.model.path, option="model.path")
+    check_pipeline(folder, family, option="model.path")
+    tensors = read_headers(folder / TRANSFORMER_FOLDER)
+    adapted, trained = _select_trained(config, family, tensors)
+    _check_groups(config, adapted, trained)
+    check_writable(Path(config.output), option="output")
+    if config.cache_folder is not None:
+        check_writable(config.cache_folder, option="data.cache")
+    samples = len(metadata.rows) * data.repeat
+    epochs = config.train.epochs
+    steps = config.train.steps if epochs is None else -(-epochs * samples // config.train.global_batch)
+    assert steps is not None  # noqa: S101 - load_config has seen to exactly one of steps and epochs
+    shift = config.objective.shift
+    return RunInputs(
+        config=config,
+        family=family,
+        variant=variant,
+        folder=folder,
+        tensors=tensors,
+        adapted=adapted,
+        trained=trained,
+        metadata=metadata,
+        shift=scheduler_shift(folder, variant.shift) if shift == "auto" else shift,
+        steps=steps,
+        samples=samples,
+    )
+
+
+def check_writable(folder: Path, *, option: str) -> None:
+    """Refuse a folder in which nothing can be created.
+
+    Raises:
+        UserError: naming `option` and the part of the path that is in the way.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"{option}: {existing} is a file; choose another folder than {folder}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: {folder} is not writable (no permission in {existing}); choose another folder")
+
+
+def _check_batches(config: Config, metadata: Metadata) -> None:
+    pictures = [row for row in metadata.rows if is_image(row.media)]
+    mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
+    if config.train.micro_batch > 1 and mixed:
+        raise UserError(
+            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.path} mixes "
+            f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
+            "train.micro_batch=1 or data.frames=1"
+        )
+
+
+def _select_trained(config: Config, family: Family, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
+    """The modules with an adapter and the base parameters that are trained, in the order of the files."""
+    patterns = config.train.modules
+    trained = select(tensors, patterns, option="train.modules")
+    if config.train.method == "full":
+        return [], trained if patterns else list(tensors)
+    layers = [name.removesuffix(".weight") for name, info in tensors.items() if _is_layer(name, info)]
+    adapted = select(layers, family.resolve_targets(config.lora.targets), option="lora.targets", at_end=True)
+    both = [name for name in adapted if f"{name}.weight" in trained]
+    if both:
+        raise UserError(
+            f"train.modules: {', '.join(both[:4])} would be trained in full and have an adapter as well; take "
+            "them out of train.modules or lora.targets"
+        )
+    return adapted, trained
+
+
+def _is_layer(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor is the weight of a linear layer or convolution, which peft can adapt."""
+    return name.endswith(".weight") and len(info.shape) >= 2
+
+
+def _check_groups(config: Config, adapted: list[str], trained: list[str]) -> None:
+    names = [*trained, *(f"{name}.lora_{factor}.weight" for name in adapted for factor in "AB")]
+    for index, group in enumerate(config.train.groups):
+        if not any(matches(name, group.pattern) for name in names):
+            select(names, [group.pattern], option=f"train.groups.{index}.pattern")

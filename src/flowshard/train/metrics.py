@@ -1,0 +1,76 @@
+"""What is written at every step: `metrics.jsonl`, and a progress bar or, without a terminal, plain lines."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer update. Times are seconds of wall clock."""
+
+    step: int
+    """From 1: updates done."""
+    loss: float
+    """Mean over the global batch, weights included."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    samples_per_second: float
+    tokens_per_second: float
+    seconds: float
+    seconds_data: float
+    """Waiting for samples."""
+    seconds_forward: float
+    seconds_backward: float
+    seconds_optimizer: float
+    """Gradient norm, clipping and update."""
+    memory_peak_bytes: int
+    """Allocated on an accelerator, resident in the process on the CPU; the highest so far."""
+
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class MetricsLog:
+    """Writes each step where it belongs."""
+
+    def __init__(self, file: Path, *, steps: int) -> None:
+        self._file = file.open("a", encoding="utf-8", buffering=1)
+        self._steps = steps
+        self._bar = tqdm(total=steps, unit="step", disable=None, dynamic_ncols=True)
+        self._last_line = -math.inf
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._file.close()
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Record one step."""
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        split = (
+            f"{metrics.seconds:.2f} s/step (data {metrics.seconds_data:.2f}, forward {metrics.seconds_forward:.2f}, "
+            f"backward {metrics.seconds_backward:.2f}, optimizer {metrics.seconds_optimizer:.2f})"
+        )
+        text = f"loss {metrics.loss:.4f}, learning rate {metrics.learning_rate:.2e}, {split}"
+        if not self._bar.disable:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES or metrics.step == self._steps:
+            sys.stdout.write(f"step {metrics.step}/{self._steps}: {text}\n")
+            sys.stdout.flush()
+            self._last_line = time.monotonic()

@@ -1,0 +1,93 @@
+"""Parameter groups, the optimizer and the learning-rate schedule."""
+
+import importlib
+import math
+from typing import Any
+
+import torch
+
+from flowshard.config import Config, TrainConfig
+from flowshard.errors import UserError
+from flowshard.parallel.strategies.base import OptimizerFactory, ParameterGroups
+from flowshard.patterns import matches
+from flowshard.weights.lora import ADAPTER, base_name
+
+_SHORT_NAMES = {"adamw": "torch.optim.AdamW"}
+
+
+def parameter_groups(model: torch.nn.Module, train: TrainConfig) -> ParameterGroups:
+    """The trained parameters by learning rate and weight decay, in the order of the model.
+
+    A parameter takes both from the first group of `train.groups` that matches its name. Otherwise norms, biases and
+    other vectors get no decay.
+    """
+    vectors = _without_decay(model)
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        rate, decay = train.learning_rate, 0.0 if name in vectors else train.weight_decay
+        public_name = base_name(name).replace(f".{ADAPTER}.", ".")
+        group = next((group for group in train.groups if matches(public_name, group.pattern)), None)
+        if group is not None:
+            rate = rate if group.learning_rate is None else group.learning_rate
+            decay = decay if group.weight_decay is None else group.weight_decay
+        groups.setdefault((rate, decay), []).append(parameter)
+    return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()]
+
+
+def _without_decay(model: torch.nn.Module) -> set[str]:
+    names = set()
+    for module_name, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if is_norm or leaf == "bias" or parameter.ndim <= 1:
+                names.add(f"{module_name}.{leaf}" if module_name else leaf)
+    return names
+
+
+def optimizer_factory(config: Config) -> OptimizerFactory:
+    """What makes the run's optimizer from parameter groups.
+
+    Raises:
+        UserError: the import path leads to no torch optimizer, or it does not take the options.
+    """
+    path = _SHORT_NAMES.get(config.train.optimizer, config.train.optimizer)
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        optimizer_class: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError):
+        raise UserError(
+            f"train.optimizer: {config.train.optimizer!r} cannot be imported; use {', '.join(_SHORT_NAMES)} or an "
+            "import path such as torch.optim.SGD"
+        ) from None
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise UserError(f"train.optimizer: {path} is not a torch optimizer")
+
+    def make(groups: ParameterGroups) -> torch.optim.Optimizer:
+        try:
+            optimizer: torch.optim.Optimizer = optimizer_class(groups, **config.train.optimizer_options)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"train.optimizer_options: {path} refuses them: {error}") from None
+        return optimizer
+
+    return make
+
+
+def schedule_factor(step: int, *, steps: int, train: TrainConfig) -> float:
+    """What the learning rates are multiplied by at an update.
+
+    Args:
+        step: the update, from 0.
+        steps: updates of the whole run.
+        train: warm-up and kind of schedule.
+
+    Returns:
+        A linear rise to 1 over `warmup_steps`, then the schedule, which ends at the last update.
+    """
+    if step < train.warmup_steps:
+        return (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return 1.0
+    progress = (step - train.warmup_steps) / max(steps - 1 - train.warmup_steps, 1)
+    return 1.0 - progress if train.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2

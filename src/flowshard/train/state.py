@@ -1,0 +1,87 @@
+"""The run's folder: its record, its checkpoints, and what happens to an earlier run in the same place."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from flowshard.errors import RunError
+from flowshard.weights.files import atomic_file, sync
+
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "report.html")
+
+
+class RunFolder:
+    """`runs/NAME`. Nothing in it is ever overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self._checkpoints = path / "checkpoints"
+
+    def prepare(self, config_text: str) -> str | None:
+        """Create the folder and write `config.yaml`; an earlier run moves to `previous/N`.
+
+        Returns:
+            A line for the user if an earlier run was moved.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        moved = self._set_aside()
+        with atomic_file(self.path / "config.yaml") as temporary:
+            temporary.write_text(config_text, encoding="utf-8")
+        return moved
+
+    def _set_aside(self) -> str | None:
+        earlier = [self.path / name for name in _RUN_FILES if (self.path / name).exists()]
+        if not earlier:
+            return None
+        previous = self.path / "previous"
+        taken = [int(entry.name) for entry in previous.glob("*") if entry.name.isdecimal()]
+        target = previous / str(max(taken, default=0) + 1)
+        target.mkdir(parents=True)
+        for item in earlier:
+            item.rename(target / item.name)
+        return f"{self.path} held an earlier run, which is now in {target}"
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], *, state: dict[str, Any], keep: int) -> Path:
+        """Write `checkpoints/step-N` as a whole or not at all, then delete the oldest beyond `keep`.
+
+        Args:
+            step: updates done.
+            write: writes the weights into the folder that it is given.
+            state: noted in `state.json`.
+            keep: complete checkpoints that remain.
+
+        Raises:
+            RunError: the disk refuses; earlier checkpoints are untouched.
+        """
+        final = self._checkpoints / f"step-{step:08d}"
+        partial = self._checkpoints / f".{final.name}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
+            for item in [*partial.rglob("*"), partial]:
+                sync(item)
+            partial.rename(final)
+            sync(self._checkpoints)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            last = self.newest_checkpoint()
+            kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+            raise RunError(f"cannot save step {step} in {final}: {error}; {kept}; make room and start again") from None
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return final
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(self._checkpoints.glob("step-*"))
+
+    def newest_checkpoint(self) -> Path | None:
+        """The last complete checkpoint, if there is one."""
+        return next(reversed(self.checkpoints()), None)

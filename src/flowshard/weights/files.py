@@ -1,0 +1,200 @@
+"""Model folders and safetensors files, looked at without loading a tensor. Needs no torch."""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowshard.errors import UserError
+from flowshard.families.base import Family
+
+LORA_FILE = "lora.safetensors"
+"""The adapters of a checkpoint, in diffusers' LoRA layout."""
+MODULES_FILE = "modules.safetensors"
+"""What was trained in full beside the adapters, in diffusers' names."""
+TRANSFORMER_FOLDER = "transformer"
+"""The transformer of a pipeline or of a checkpoint of full training."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format's own limit."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a safetensors header says of one tensor."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file by name.
+
+    Format: https://huggingface.co/docs/safetensors/index#format.
+
+    Raises:
+        UserError: the file is not safetensors, or is shorter than its header says.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+            if length > min(_MAX_HEADER_BYTES, size - 8):
+                raise UserError(f"{file}: is not a safetensors file or is cut off; copy or download it again")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError:  # broken JSON or broken UTF-8
+        raise UserError(f"{file}: is not a safetensors file; its header is broken") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end != size:
+        raise UserError(
+            f"{file}: has {size} bytes where its header announces {8 + length + end}; copy or download it again"
+        )
+    return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a model saved by diffusers, in one file or in the shards of an index.
+
+    Raises:
+        UserError: there are no weights, or a shard of the index is missing.
+    """
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        weight_map = read_json(indices[0])["weight_map"]
+        files = [folder / name for name in dict.fromkeys(weight_map.values())]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise UserError(f"{indices[0]}: names shards that are not there: {', '.join(missing)}; copy them as well")
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{folder}: holds no .safetensors weights")
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(read_header(file))
+    return tensors
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        UserError: the file is missing or broken.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: is not a JSON object")
+    return value
+
+
+def find_pipeline(path: str, *, option: str) -> Path:
+    """The local folder of a diffusers pipeline, downloaded from the hub if `path` is a repository id.
+
+    Raises:
+        UserError: there is no such folder, it is not a pipeline, or the repository cannot be had.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+            raise UserError(
+                f"{option}: the folder {path} does not exist; give a diffusers folder or the id of one on the hub"
+            )
+        folder = _download(path, option=option)
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"{option}: {folder} is not a diffusers pipeline, as it has no model_index.json")
+    return folder
+
+
+def _download(repository: str, *, option: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(repository, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.ckpt", "*.md", "assets/*"])
+        )
+    except Exception as error:  # the hub library raises many kinds, of which all mean the same here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{option}: {repository} is no local folder, and the hub does not give it ({reason}); check the name, or "
+            "download it on a machine with access and give the folder"
+        ) from None
+
+
+def check_pipeline(folder: Path, family: Family, *, option: str) -> None:
+    """Refuse a pipeline folder of another family, or one that lacks a component.
+
+    Raises:
+        UserError: naming `option`.
+    """
+    found = read_json(folder / "model_index.json").get("_class_name")
+    if found != family.pipeline_class:
+        raise UserError(
+            f"{option}: {folder} holds a {found}, the variant needs a {family.pipeline_class}; give the right folder or "
+            "change model.variant"
+        )
+    if not (folder / TRANSFORMER_FOLDER / "config.json").is_file():
+        raise UserError(f"{option}: {folder} lacks {TRANSFORMER_FOLDER}/config.json")
+
+
+def scheduler_shift(folder: Path, default: float) -> float:
+    """The sigma shift that the pipeline's scheduler is configured with; `default` if it names none."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    settings: Mapping[str, Any] = read_json(file) if file.is_file() else {}
+    return float(settings.get("flow_shift") or settings.get("shift") or default)
+
+
+def fingerprint(folder: Path) -> str:
+    """Identifies the weights and settings in a folder without reading all of a large file.
+
+    Files up to 1 MiB count whole, larger ones with their size and 64 evenly spaced blocks of 16 KiB, first and last
+    included: a retrained or converted model differs in every block.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            if size <= 2**20:
+                digest.update(stream.read())
+                continue
+            for block in range(64):
+                stream.seek((size - 2**14) * block // 63)
+                digest.update(stream.read(2**14))
+    return digest.hexdigest()
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path; what was written there takes the place of `path` only when all went well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make the operating system write a file, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
