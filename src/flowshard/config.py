@@ -7,13 +7,18 @@ Reading and merging the YAML is in `config_file.py`. Nothing here imports torch,
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
@@ -52,7 +57,7 @@ class DataConfig(Section):
     """Frames of a clip: its first ones. A picture is a clip of one frame."""
     repeat: PositiveInt = 1
     """How many times an epoch goes through the metadata."""
-    cache: str = "auto"
+    cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
     a folder for the encoded samples, which several runs may share."""
 

@@ -77,11 +77,25 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     lora = weights = None
     if options.lora is not None:
         lora = _find(options.lora, LORA_FILE, option="--lora")
-        read_header(lora)
+        _check_lora(lora, folder)
     if options.weights is not None:
         weights = _find(options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights").parent
         read_headers(weights)
     return CheckedGeneration(options, folder, family, lora, weights)
+
+
+def _check_lora(lora: Path, folder: Path) -> None:
+    """Refuse adapters for layers that the model does not have, which the pipeline would skip with a warning at most."""
+    base = read_headers(folder / TRANSFORMER_FOLDER)
+    prefix = f"{TRANSFORMER_FOLDER}."
+    for name, info in read_header(lora).items():
+        layer, found, _ = name.removeprefix(prefix).partition(".lora_A.")
+        if not (name.startswith(prefix) and found):
+            continue
+        weight = base.get(f"{layer}.weight")
+        if weight is None or weight.shape[1] != info.shape[1]:
+            problem = "has no layer" if weight is None else "has another width at"
+            raise UserError(f"--lora: {lora} was trained on another model: {folder} {problem} {layer}")
 
 
 def _find(path: Path, *names: str, option: str) -> Path:
@@ -100,8 +114,8 @@ def _find(path: Path, *names: str, option: str) -> Path:
 
 def generate(checked: CheckedGeneration) -> None:
     """Run the pipeline and write the output file."""
+    import diffusers
     import torch
-    from diffusers import DiffusionPipeline
 
     from flowshard.device import resolve_device
     from flowshard.weights.load import load_modules
@@ -111,12 +125,10 @@ def generate(checked: CheckedGeneration) -> None:
     dtype = getattr(torch, options.dtype)
     components = {}
     if checked.weights is not None:
-        import diffusers
-
         transformer_class = getattr(diffusers, checked.family.transformer_class)
         components["transformer"] = transformer_class.from_pretrained(checked.weights, dtype=dtype)
     # The VAE decodes in float32, as in training.
-    pipeline = DiffusionPipeline.from_pretrained(
+    pipeline = getattr(diffusers, checked.family.pipeline_class).from_pretrained(
         checked.folder, dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
     )
     if checked.lora is not None:

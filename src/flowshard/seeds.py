@@ -1,6 +1,8 @@
 """Seeds from names: the root of stateless randomness. Needs no torch."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
@@ -13,3 +15,13 @@ def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
     """
     text = "\x1f".join(["flowshard", str(seed), purpose, *map(str, keys)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+@contextmanager
+def isolated_rng(seed: int, purpose: str, *keys: int | str) -> Iterator[None]:
+    """Run code of other libraries that draws from torch's global CPU generator, without reading or advancing it."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, purpose, *keys))
+        yield

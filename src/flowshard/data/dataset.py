@@ -14,6 +14,7 @@ from flowshard.data.media import read_frames
 from flowshard.data.metadata import Metadata, Row
 from flowshard.errors import UserError
 from flowshard.families.base import Family
+from flowshard.seeds import isolated_rng
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Encoder:
 
     def _load(self) -> Any:
         if self._encoders is None:
-            self._encoders = self.family.load_encoders(self.folder, dtype=self.dtype, device=self.device)
+            with isolated_rng(self.config.seed, "constructor"):
+                self._encoders = self.family.load_encoders(self.folder, dtype=self.dtype, device=self.device)
         return self._encoders
 
     @staticmethod

@@ -1,8 +1,6 @@
 """What the families' tiny random pipelines share: small encoders, a tokenizer made on the spot, seeded weights."""
 
 import string
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import torch
 
 from flowshard.errors import UserError
 from flowshard.families import find_variant
-from flowshard.seeds import derive_seed
 
 TEXT_WIDTH = 64
 """Width of the text encoders."""
@@ -26,14 +23,6 @@ def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int) -> Non
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists already and is not an empty folder; choose another")
     family.write_tiny(variant, directory, seed=seed)
-
-
-@contextmanager
-def seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Run initialisers of other libraries, which draw from torch's global generator, without disturbing it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, purpose))
-        yield
 
 
 def t5_tokenizer() -> Any:

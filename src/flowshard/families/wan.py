@@ -129,9 +129,10 @@ class Wan(Family):
         from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
         from flowshard.families import tiny
+        from flowshard.seeds import isolated_rng
 
         tokenizer = tiny.t5_tokenizer()
-        with tiny.seeded(seed, variant.name):
+        with isolated_rng(seed, "tiny", variant.name):
             text_encoder = tiny.umt5_encoder(tokenizer)
             vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
             transformer = WanTransformer3DModel(

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from flowshard.errors import UserError
+from flowshard.seeds import isolated_rng
 from flowshard.weights.files import TensorInfo
 from flowshard.weights.lora import base_name, is_lora
 from flowshard.weights.precision import float32_modules, keeps_float32
@@ -62,7 +63,8 @@ def build_on_meta(transformer_class: str, folder: Path) -> torch.nn.Module:
     Buffers that no file holds, such as rotary tables, are computed by the model's own constructor.
     """
     model_class = getattr(diffusers, transformer_class)
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    # Constructors draw random weights; the seed is of no matter, as files or initialisers give every value.
+    with init_empty_weights(include_buffers=False), no_init_weights(), isolated_rng(0, "constructor"):
         model: torch.nn.Module = model_class.from_config(model_class.load_config(folder))
     return model
 

@@ -8,7 +8,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from flowshard.seeds import derive_seed
+from flowshard.seeds import isolated_rng
 
 ADAPTER = "default"
 """Name of the one adapter that is trained."""
@@ -44,8 +44,7 @@ def initialise(model: torch.nn.Module, *, seed: int, device: torch.device) -> di
     for name, layer in _layers(model):
         for factor in (layer.lora_A, layer.lora_B):
             factor[ADAPTER].to_empty(device="cpu").float()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "lora", name))
+        with isolated_rng(seed, "lora", name):
             layer.reset_lora_parameters(ADAPTER, True)
         for kind, factor, how in (("A", layer.lora_A, "Kaiming uniform"), ("B", layer.lora_B, "zeros")):
             factor[ADAPTER].to(device)

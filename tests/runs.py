@@ -1,0 +1,65 @@
+"""Short training runs for tests: configs at the smallest sizes, runs in this process, and what they left behind."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from flowshard.config import Config
+from flowshard.config_file import load_config
+from flowshard.train.inputs import check_inputs
+from flowshard.train.loop import train
+
+SIZE, FRAMES = 32, 5
+"""Pixels a side and frames of a clip: 8 tokens."""
+
+_BASE = f"""
+model: {{variant: wan2.1-t2v-1.3b, dtype: float32}}
+data: {{height: {SIZE}, width: {SIZE}, frames: {FRAMES}}}
+train: {{steps: 3, global_batch: 4}}
+lora: {{rank: 4, alpha: 4}}
+"""
+
+
+def config(tiny: Path, clips: Path, output: Path, *overrides: str) -> Config:
+    """A small float32 LoRA run on the clips, with overrides."""
+    file = output.parent / f"{output.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(_BASE, encoding="utf-8")
+    fixed = [f"model.path={tiny}", f"data.metadata={clips / 'metadata.csv'}", f"output={output}"]
+    if not any(override.startswith("data.cache=") for override in overrides):
+        fixed.append(f"data.cache={output.parent / 'cache'}")  # shared by the runs of a test
+    return load_config(file, [*fixed, *overrides])
+
+
+def run(config: Config) -> Path:
+    """Train in this process; the folder of the last checkpoint."""
+    checkpoint = train(check_inputs(config))
+    assert checkpoint is not None
+    return checkpoint
+
+
+def metrics(config: Config) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`."""
+    text = Path(config.output, "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by file and name."""
+    return {
+        f"{file.relative_to(checkpoint)}:{name}": tensor
+        for file in sorted(checkpoint.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The norm of the difference over the norm, over all tensors together."""
+    assert found.keys() == expected.keys()
+    square = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
+    norm = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return float((square / norm) ** 0.5)
