@@ -203,6 +203,7 @@ def test_a_failing_disk_leaves_the_earlier_checkpoint_and_no_rest(
     tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = runs.config(tiny, clips, tmp_path / "run", "train.steps=4", "save.every=2")
+
     def full_disk(path: Path) -> None:
         if "step-00000004" in str(path):
             raise OSError(28, "No space left on device")

@@ -7,12 +7,20 @@ Reading and merging the YAML is in `config_file.py`. Nothing here imports torch,
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+def _no_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a number")
+    return value
+
+
+Number = BeforeValidator(_no_truth_value)
+PositiveInt = Annotated[int, Number, Field(gt=0)]
+NonNegativeInt = Annotated[int, Number, Field(ge=0)]
+PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -144,12 +152,13 @@ class ObjectiveConfig(Section):
     guidance: float | Literal["auto"] = "auto"
     """Guidance value given to guidance-distilled models."""
 
-    @model_validator(mode="after")
-    def _range_is_a_range(self) -> "ObjectiveConfig":
-        low, high = self.sigma_range
+    @field_validator("sigma_range")
+    @classmethod
+    def _range_is_a_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        low, high = value
         if not 0.0 <= low < high <= 1.0:
-            raise ValueError(f"sigma_range is [low, high] with 0 <= low < high <= 1, not [{low:g}, {high:g}]")
-        return self
+            raise ValueError(f"[{low:g}, {high:g}] is not [low, high] with 0 <= low < high <= 1")
+        return value
 
 
 class LayoutConfig(Section):

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,12 +99,20 @@ class _Loader(yaml.SafeLoader):
 def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key is plain text", key.start_mark)
         if key.value in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
         seen.add(key.value)
     return loader.construct_mapping(node, deep=True)
 
 
+# `1e-8` is a number, as in YAML 1.2; PyYAML, which follows 1.1, takes it for text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
 
 
@@ -132,16 +141,17 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")
     fields = dict(options())
+    if name.startswith("train.groups."):
+        raise UserError(
+            f"{name}: a list is overridden as a whole, as in train.groups=[{{pattern: lora_B, weight_decay: 0}}]"
+        )
     if name not in fields:
         raise UserError(_unknown_option(name))
     value = _parse_yaml(text, override)
     annotation = fields[name].annotation
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (annotation is str or str in get_args(annotation))
-    ):
-        value = text  # `output=007` names a folder, not the number 7
+    takes_text = annotation is str or (get_origin(annotation) in (Union, UnionType) and str in get_args(annotation))
+    if takes_text and not isinstance(value, str | list | dict | None):
+        value = text  # `output=007` names a folder, not the number 7; nor is `2024-01-31` a date
     *sections, leaf = name.split(".")
     for section in sections:
         if tree.get(section) is None:
@@ -159,9 +169,12 @@ def _unknown_option(name: str) -> str:
         return f"{name}: a group of options; set one of {', '.join(inside)}"
     if name.startswith("train.groups."):
         known = [f"{name.rpartition('.')[0]}.{key}" for key in GroupConfig.model_fields]
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if not nearest:  # the right leaf in the wrong section, for example `train.frames`
-        nearest = [option for option in known if option.split(".")[-1] == name.split(".")[-1]][:1]
+    elif not name.startswith("train.groups"):
+        known += Config.model_fields
+    # First the right leaf in the wrong section, for example `train.frames`.
+    nearest = [option for option in known if option != name and option.split(".")[-1] == name.split(".")[-1]][:1]
+    if not nearest:
+        nearest = difflib.get_close_matches(name, [option for option in known if option != name], n=1, cutoff=0.6)
     advice = f"did you mean {nearest[0]}?" if nearest else "see `flowshard train --help` for all options"
     return f"{name}: unknown option; {advice}"
 
@@ -180,7 +193,9 @@ def _explain(error: ValidationError) -> str:
         if isinstance(last, int) or last in names or problem["type"] == "extra_forbidden":
             parts.append(last)
         name = ".".join(map(str, parts))
-        if problem["type"] == "extra_forbidden":
+        if problem["type"] == "invalid_key":
+            lines.append(_unknown_option(_key(problem["input"])))
+        elif problem["type"] == "extra_forbidden":
             lines.append(_unknown_option(name))
         elif problem["type"] == "missing":
             field = dict(options()).get(name)
@@ -192,9 +207,15 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"{name}: a group of options such as {name}.{_first_option(name)}, not {problem['input']!r}")
         else:
             reason = problem["msg"].removeprefix("Input should be ").split(", unable")[0]
+            if problem["type"] in ("too_long", "too_short"):
+                reason = "of the right length"
             reasons.setdefault(name, (problem["input"], []))[1].append(reason)
     lines += [f"{name}: {_show(value)} is not {' or '.join(why)}" for name, (value, why) in reasons.items()]
     return "\n".join(lines)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else _show(key)
 
 
 def _first_option(section: str) -> str:

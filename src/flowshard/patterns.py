@@ -33,16 +33,24 @@ def select(names: Iterable[str], patterns: Sequence[str], *, option: str, at_end
         found = [name for name in names if matches(name, pattern, at_end=at_end)]
         if not found:
             raise UserError(
-                f"{option}: the pattern {pattern!r} matches nothing in the model; {_closest(names, pattern)}"
+                f"{option}: the pattern {pattern!r} matches nothing in the model; {_closest(names, pattern, at_end=at_end)}"
             )
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
-def _closest(names: Iterable[str], pattern: str) -> str:
-    """The tails of `names`, of the length of `pattern`, that look most like it; else a few examples."""
+def _closest(names: Iterable[str], pattern: str, *, at_end: bool) -> str:
+    """The parts of `names`, of the length of `pattern`, that look most like it; else a few examples.
+
+    With `at_end` the parts are the tails, elsewhere any neighbouring components.
+    """
     length = len(pattern.split("."))
-    tails = list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
-    close = difflib.get_close_matches(pattern, tails, n=3, cutoff=0.4)
+    parts: dict[str, None] = {}
+    for name in names:
+        components = name.split(".")
+        last = max(len(components) - length, 0)
+        for start in range(last, last - 1 if at_end else -1, -1):
+            parts[".".join(components[start : start + length])] = None
+    close = difflib.get_close_matches(pattern, parts, n=3, cutoff=0.6)
     word = "the closest names are" if close else "there are, for example,"
-    return f"{word} {', '.join((close or tails)[:8])}"
+    return f"{word} {', '.join((close or list(parts))[:8])}"

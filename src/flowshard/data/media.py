@@ -46,8 +46,8 @@ def read_frames(path: Path, *, height: int, width: int, frames: int, where: str)
             if len(pictures) == frames:
                 break
         source.close()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, av.FFmpegError) as error:
-        # Pillow raises SyntaxError for a broken PNG and ValueError for some truncated files.
+    except Exception as error:
+        # Pillow's readers raise almost anything: SyntaxError, struct.error, AttributeError, NotImplementedError, RuntimeError.
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: cannot be decoded ({reason}); replace the file or remove the row") from None
     if not pictures:

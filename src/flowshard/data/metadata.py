@@ -59,7 +59,7 @@ def read_metadata(path: str | Path, root: str | Path | None = None) -> Metadata:
         raise UserError(f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}")
     _check_columns(path, columns)
     rows = [_read_row(path, number, record, folder) for number, record in enumerate(records, start=1)]
-    missing = [row for row in rows if not row.media.is_file()]
+    missing = [row for row in rows if not _is_file(row.media)]
     if missing:
         shown = "\n".join(f"  row {row.number}: {row.media}" for row in missing[:_SHOWN_ROWS])
         more = f"\n  and {len(missing) - _SHOWN_ROWS} more" if len(missing) > _SHOWN_ROWS else ""
@@ -69,6 +69,13 @@ def read_metadata(path: str | Path, root: str | Path | None = None) -> Metadata:
         )
     unused = tuple(column for column in columns if column not in (*MEDIA_COLUMNS, TEXT_COLUMN))
     return Metadata(path, tuple(rows), unused)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or a folder without permission
+        return False
 
 
 def _media_columns() -> str:
@@ -104,23 +111,28 @@ def _read_csv(path: Path, text: str) -> list[dict[str, Any]]:
     # strict: unbalanced quotes are an error instead of a silent shift of columns. Line breaks inside quotes survive,
     # as the text is split by the csv reader alone.
     reader = csv.reader(_lines(text), strict=True)
+    header: list[str] = []
+    start = 1
+    records: list[dict[str, Any]] = []
     try:
-        header = next(reader, [])
+        header = next((values for values in reader if values), [])
+        start = reader.line_num + 1
         for column in header:
             if header.count(column) > 1:
                 raise UserError(f"{path}: the column {column!r} is there twice")
-        records: list[dict[str, Any]] = []
         for values in reader:
+            line, start = start, reader.line_num + 1
             if not values:
                 continue
             if len(values) != len(header):
                 raise UserError(
-                    f"{path}: row {len(records) + 1} (line {reader.line_num}) has {len(values)} cells, the header has "
+                    f"{path}: row {len(records) + 1} (line {line}) has {len(values)} cells, the header has "
                     f"{len(header)}; put text that holds commas, quotes or line breaks in double quotes"
                 )
             records.append(dict(zip(header, values, strict=True)))
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num}: {error}; check the quotes") from None
+        row = f"row {len(records) + 1} (line {start})" if header else f"line {start}"
+        raise UserError(f"{path}: {row}: {error}; check the quotes") from None
     return records
 
 
@@ -135,7 +147,9 @@ def _lines(text: str) -> Iterator[str]:
 
 def _read_json(path: Path, text: str) -> list[dict[str, Any]]:
     try:
-        records = json.loads(text)
+        records = json.loads(text, object_pairs_hook=_without_duplicates)
+    except _DuplicateKeyError as error:
+        raise UserError(f"{path}: the key {error} is there twice in one object") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
     if not isinstance(records, list):
@@ -149,11 +163,25 @@ def _read_jsonl(path: Path, text: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_without_duplicates)
+        except _DuplicateKeyError as error:
+            raise UserError(f"{path}: line {number}: the key {error} is there twice") from None
         except json.JSONDecodeError as error:
             raise UserError(f"{path}: line {number}, column {error.colno}: {error.msg}") from None
         records.append(_require_object(path, f"line {number}", record))
     return records
+
+
+class _DuplicateKeyError(Exception):
+    """A key is given twice in an object."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(repr(next(key for key in keys if keys.count(key) > 1)))
+    return record
 
 
 def _require_object(path: Path, place: str, record: Any) -> dict[str, Any]:

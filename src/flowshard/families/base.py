@@ -61,15 +61,15 @@ class Family(ABC):
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         """Refuse a size that the model cannot take; `where` prefixes the option names in the message."""
         for option, value in (("height", height), ("width", width)):
-            if value % self.spatial_multiple:
-                lower = max(value // self.spatial_multiple, 1) * self.spatial_multiple
-                choices = sorted({lower, (value // self.spatial_multiple + 1) * self.spatial_multiple})
+            if value < 1 or value % self.spatial_multiple:
+                below = max(value // self.spatial_multiple, 0)
+                choices = sorted({max(below, 1) * self.spatial_multiple, (below + 1) * self.spatial_multiple})
                 raise UserError(
                     f"{where}{option}: {value} is not a multiple of {self.spatial_multiple}, which {self.name} needs; "
                     f"use {' or '.join(map(str, choices))}"
                 )
-        if (frames - 1) % self.frame_stride:
-            lower = (frames - 1) // self.frame_stride * self.frame_stride + 1
+        if frames < 1 or (frames - 1) % self.frame_stride:
+            lower = max((frames - 1) // self.frame_stride, 0) * self.frame_stride + 1
             raise UserError(
                 f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
                 f"{lower + self.frame_stride}"

@@ -53,13 +53,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError:  # broken JSON or broken UTF-8
         raise UserError(f"{file}: is not a safetensors file; its header is broken") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        header.pop("__metadata__", None)
+        end = max((0 + entry["data_offsets"][1] for entry in header.values()), default=0)
+        tensors = {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    except (AttributeError, TypeError, KeyError, IndexError):
+        raise UserError(f"{file}: is not a safetensors file; its header is broken") from None
     if 8 + length + end != size:
         raise UserError(
             f"{file}: has {size} bytes where its header announces {8 + length + end}; copy or download it again"
         )
-    return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return tensors
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -70,7 +74,9 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
-        weight_map = read_json(indices[0])["weight_map"]
+        weight_map = read_json(indices[0]).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{indices[0]}: has no weight_map from tensors to files; copy or download it again")
         files = [folder / name for name in dict.fromkeys(weight_map.values())]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
