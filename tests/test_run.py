@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from flowshard.cli import main
 from flowshard.config_file import dump_config, load_config
+from flowshard.errors import UserError
+from flowshard.train.inputs import check_inputs
 from flowshard.train.metrics import StepMetrics
 from flowshard.weights.files import sync
 from tests import runs
@@ -217,3 +219,29 @@ def test_a_failing_disk_leaves_the_earlier_checkpoint_and_no_rest(
     assert "step-00000002" in message
     left = [path.name for path in (Path(config.output) / "checkpoints").iterdir()]
     assert left == ["step-00000002"]
+
+
+@pytest.mark.parametrize("length", ["train.steps=3", "train.epochs=2"])
+def test_a_warm_up_longer_than_the_run_is_refused(tiny: Path, clips: Path, tmp_path: Path, length: str) -> None:
+    """2 epochs of 5 clips in batches of 4 are 3 steps."""
+    options = ("train.steps=null", length, "train.warmup_steps=4")
+    with pytest.raises(UserError, match=r"train\.warmup_steps: 4 exceeds the 3 steps of the run"):
+        check_inputs(runs.config(tiny, clips, tmp_path / "run", *options))
+
+
+def test_files_have_the_permissions_of_new_files(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    checkpoint = runs.run(runs.config(tiny, clips, tmp_path / "run"))
+    plain = tmp_path / "plain"
+    plain.touch()
+    written = [*checkpoint.iterdir(), *(tmp_path / "cache").rglob("*.safetensors"), *tiny.rglob("*.safetensors")]
+    assert {file.stat().st_mode for file in written} == {plain.stat().st_mode}
+
+
+def test_a_start_that_fails_leaves_the_earlier_run_in_place(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    config = runs.config(tiny, clips, tmp_path / "run")
+    checkpoint = runs.run(config)
+    with pytest.raises(UserError, match=r"clip_0.mp4\): has 33 frames"):
+        runs.run(runs.config(tiny, clips, tmp_path / "run", "data.frames=81"))
+    assert checkpoint.is_dir()
+    assert len(runs.metrics(config)) == 3
+    assert not Path(config.output, "previous").exists()

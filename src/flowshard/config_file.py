@@ -244,8 +244,6 @@ def _check_conflicts(config: Config) -> None:
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch}; "
             f"use a micro_batch of {_divisors(train.global_batch)}"
         )
-    if train.steps is not None and train.warmup_steps > train.steps:
-        raise UserError(f"train.warmup_steps {train.warmup_steps} exceeds train.steps {train.steps}; lower it")
     if train.method == "full" and config.lora.targets is not None:
         raise UserError("lora.targets has no effect with train.method=full; use train.modules or train.method=lora")
     if config.model.dtype == "float16":

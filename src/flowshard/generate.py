@@ -126,10 +126,10 @@ def generate(checked: CheckedGeneration) -> None:
     components = {}
     if checked.weights is not None:
         transformer_class = getattr(diffusers, checked.family.transformer_class)
-        components["transformer"] = transformer_class.from_pretrained(checked.weights, dtype=dtype)
+        components["transformer"] = transformer_class.from_pretrained(checked.weights, torch_dtype=dtype)
     # The VAE decodes in float32, as in training.
     pipeline = getattr(diffusers, checked.family.pipeline_class).from_pretrained(
-        checked.folder, dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
+        checked.folder, torch_dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
     )
     if checked.lora is not None:
         modules = checked.lora.with_name(MODULES_FILE)
@@ -137,6 +137,7 @@ def generate(checked: CheckedGeneration) -> None:
             load_modules(pipeline.transformer, modules)
         pipeline.load_lora_weights(str(checked.lora.parent), weight_name=checked.lora.name)
     pipeline.to(device)
+    pipeline.set_progress_bar_config(disable=None)  # none without a terminal
     frames = checked.family.generate(
         pipeline,
         prompt=options.prompt,

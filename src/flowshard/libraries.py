@@ -11,6 +11,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if resolve_device("auto").type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, if installed, prints that it found no GPU
+    # `dtype` is new; the older name works in all releases of diffusers that we support.
+    warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
     # float32 masters of norm scales beside bfloat16 activations are what autocast is meant to give.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 

@@ -8,6 +8,7 @@ import torch
 
 from flowshard.errors import UserError
 from flowshard.families import find_variant
+from flowshard.weights.files import apply_umask
 
 TEXT_WIDTH = 64
 """Width of the text encoders."""
@@ -23,6 +24,9 @@ def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int) -> Non
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists already and is not an empty folder; choose another")
     family.write_tiny(variant, directory, seed=seed)
+    for file in directory.rglob("*"):
+        if file.is_file():
+            apply_umask(file)
 
 
 def t5_tokenizer() -> Any:

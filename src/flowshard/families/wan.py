@@ -53,7 +53,7 @@ class Wan(Family):
 
         # The VAE stays in float32, as its publisher and diffusers recommend.
         pipeline = WanPipeline.from_pretrained(
-            folder, transformer=None, dtype={"default": dtype, "vae": torch.float32}, local_files_only=True
+            folder, transformer=None, torch_dtype={"default": dtype, "vae": torch.float32}, local_files_only=True
         )
         return pipeline.to(device)
 

@@ -48,6 +48,9 @@ def check_inputs(config: Config) -> RunInputs:
     Raises:
         UserError: the message names option, file or row, the value, and the fix.
     """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise UserError(f"WORLD_SIZE: {processes} processes were started, this version trains in one; start one")
     family, variant = find_variant(config.model.variant, option="model.variant")
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
@@ -65,6 +68,10 @@ def check_inputs(config: Config) -> RunInputs:
     epochs = config.train.epochs
     steps = config.train.steps if epochs is None else -(-epochs * samples // config.train.global_batch)
     assert steps is not None  # noqa: S101 - load_config has seen to exactly one of steps and epochs
+    if config.train.warmup_steps > steps:
+        raise UserError(
+            f"train.warmup_steps: {config.train.warmup_steps} exceeds the {steps} steps of the run; lower it"
+        )
     shift = config.objective.shift
     return RunInputs(
         config=config,

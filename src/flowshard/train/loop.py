@@ -41,8 +41,6 @@ def train(inputs: RunInputs) -> Path | None:
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
 
-    folder = RunFolder(Path(config.output))
-    _say(folder.prepare(dump_config(config, environment_record())))
     if inputs.metadata.unused_columns:
         _say(f"{inputs.metadata.path}: unused columns: {', '.join(inputs.metadata.unused_columns)}")
 
@@ -56,14 +54,16 @@ def train(inputs: RunInputs) -> Path | None:
     memory = estimate_memory(model, loss_of, largest.tensors(), make_optimizer)
     _say(describe_plan(inputs, model, report, memory, latents=largest.latents.shape[1:], device=device))
     groups = parameter_groups(model, config.train)
+    folder = RunFolder(Path(config.output))
+    _say(folder.prepare(dump_config(config, environment_record())))  # from here on the run is known to start
     strategy: Strategy = Single(model, groups, make_optimizer, clip_norm=config.train.clip_norm)
 
-    def save(step: int) -> Path:
+    def save(step: int, keep: int = config.save.keep) -> Path:
         return folder.save_checkpoint(
             step,
             lambda partial: write_weights(partial, model, strategy.trained_parameters(), config),
             state={"method": config.train.method, "lora": config.lora.model_dump() if inputs.adapted else None},
-            keep=config.save.keep,
+            keep=keep,
         )
 
     accumulation = config.train.global_batch // config.train.micro_batch
@@ -89,7 +89,8 @@ def train(inputs: RunInputs) -> Path | None:
             norm = strategy.gradient_norm()
             loss_value, norm_value = total.item(), norm.item()
             if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-                kept = save(step) if step > saved else checkpoint
+                # These weights may be spoilt already, so no earlier checkpoint goes for them.
+                kept = save(step, config.save.keep + 1) if step > saved else checkpoint
                 places = ", ".join(inputs.metadata.describe(row) for row in rows)
                 raise RunError(
                     f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm_value}; the weights were not "

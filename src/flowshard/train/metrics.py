@@ -36,10 +36,6 @@ class StepMetrics:
     memory_peak_bytes: int
     """Allocated on an accelerator, resident in the process on the CPU; the highest so far."""
 
-    def is_finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
 
 class MetricsLog:
     """Writes each step where it belongs."""

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from flowshard.errors import RunError
-from flowshard.weights.files import atomic_file, sync
+from flowshard.weights.files import apply_umask, atomic_file, sync
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "report.html")
 
@@ -66,6 +66,8 @@ class RunFolder:
             write(partial)
             (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
             for item in [*partial.rglob("*"), partial]:
+                if item.is_file():
+                    apply_umask(item)
                 sync(item)
             partial.rename(final)
             sync(self._checkpoints)

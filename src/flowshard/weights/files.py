@@ -190,11 +190,19 @@ def atomic_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
+        apply_umask(temporary)
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions that new files have; safetensors writes for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def sync(path: Path) -> None:
