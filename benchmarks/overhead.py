@@ -21,11 +21,12 @@ from flowshard.data.dataset import Encoder, open_dataset
 from flowshard.families.tiny import write_tiny_pipeline
 from flowshard.libraries import quiet_libraries
 from flowshard.objective.sigmas import NoiseLevels
-from flowshard.parallel.strategies import Single
+from flowshard.parallel.processes import Processes
+from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
-from flowshard.train.build import build_transformer, loss_function
+from flowshard.train.build import build_on_meta, fill, loss_function
 from flowshard.train.inputs import check_inputs
-from flowshard.train.optimizer import optimizer_factory, parameter_groups
+from flowshard.train.optimizer import optimizer_factory
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -60,12 +61,16 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
     )
     inputs = check_inputs(config)
     device = torch.device("cpu")
+    processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
     encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, torch.float32, device)
-    dataset = open_dataset(encoder, config.cache_folder, progress=print)
-    batches = StepBatches(dataset, inputs.family, config, NoiseLevels(config.objective, inputs.shift))
-    model, _ = build_transformer(inputs, device=device)
+    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    levels = NoiseLevels(config.objective, inputs.shift)
+    batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels)
+    build = build_on_meta(inputs)
+    strategy = make_strategy(config, processes)
+    fill(build, inputs, strategy)
+    strategy.start(build.model, build.settings, optimizer_factory(config))
     loss_of = loss_function(inputs.family, dtype=torch.float32, device=device)
-    strategy = Single(model, parameter_groups(model, config.train), optimizer_factory(config), clip_norm=1.0)
 
     stock = WanTransformer3DModel.from_pretrained(folder / "model" / "transformer")
     inject_adapter_in_model(LoraConfig(r=32, lora_alpha=32, target_modules=inputs.adapted), stock)
@@ -75,7 +80,7 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
 
     def our_step() -> None:
         strategy.backward(loss_of(strategy.model, next(micro_batches).tensors()))
-        strategy.step(1.0, strategy.gradient_norm())
+        strategy.step(1.0)
 
     def bare_step() -> None:
         sigma = constant.sigma.view(-1, 1, 1, 1, 1)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ from safetensors.torch import load_file
 
 from flowshard.config import Config
 from flowshard.config_file import load_config
-from flowshard.train.inputs import check_inputs
+from flowshard.data.dataset import Encoder, open_dataset
+from flowshard.objective.sigmas import NoiseLevels
+from flowshard.parallel.processes import Processes, run_together
+from flowshard.parallel.strategies import Single, Strategy
+from flowshard.train.batches import StepBatches
+from flowshard.train.build import Build, build_on_meta, fill
+from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.loop import train
+from flowshard.train.optimizer import optimizer_factory
+from flowshard.weights.export import WeightsWriter
+from flowshard.weights.load import LoadReport
 
 SIZE, FRAMES = 32, 5
 """Pixels a side and frames of a clip: 8 tokens."""
@@ -35,9 +45,45 @@ def config(tiny: Path, clips: Path, output: Path, *overrides: str) -> Config:
     return load_config(file, [*fixed, *overrides])
 
 
+@dataclass
+class Filled:
+    """A transformer with its weights, as a run has it before its first step."""
+
+    build: Build
+    report: LoadReport
+    strategy: Strategy
+    writer: WeightsWriter
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.build.model
+
+
+def fill_model(inputs: RunInputs) -> Filled:
+    """What `train` does up to the first step, on one process."""
+    build = build_on_meta(inputs)
+    writer = WeightsWriter(build.model, inputs.config)
+    strategy = Single(torch.device("cpu"), clip_norm=inputs.config.train.clip_norm)
+    report = fill(build, inputs, strategy)
+    strategy.start(build.model, build.settings, optimizer_factory(inputs.config))
+    return Filled(build, report, strategy, writer)
+
+
+def batches(inputs: RunInputs) -> StepBatches:
+    """The batches of a run on one process, encoded now."""
+    config = inputs.config
+    processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
+    dtype = getattr(torch, config.model.dtype)
+    encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, dtype, processes.device)
+    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    levels = NoiseLevels(config.objective, inputs.shift)
+    return StepBatches(dataset, inputs.family, config, inputs.layout, levels)
+
+
 def run(config: Config) -> Path:
     """Train in this process; the folder of the last checkpoint."""
-    checkpoint = train(check_inputs(config))
+    inputs = check_inputs(config)
+    checkpoint = run_together(inputs.layout, config, lambda processes: train(inputs, processes))
     assert checkpoint is not None
     return checkpoint
 

@@ -10,21 +10,15 @@ from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from flowshard.parallel.strategies import Single
-from flowshard.train.build import build_transformer
 from flowshard.train.inputs import check_inputs
-from flowshard.train.optimizer import optimizer_factory, parameter_groups
-from flowshard.weights.export import write_weights
 from tests import runs
-
-CPU = torch.device("cpu")
 
 
 def _trained_in_memory(tiny: Path, clips: Path, folder: Path, *options: str) -> tuple[torch.nn.Module, Path]:
     """A model whose trained parameters were moved by random amounts, and a folder with what was saved of it."""
     config = runs.config(tiny, clips, folder / "run", *options)
-    model, _ = build_transformer(check_inputs(config), device=CPU)
-    strategy = Single(model, parameter_groups(model, config.train), optimizer_factory(config), clip_norm=None)
+    filled = runs.fill_model(check_inputs(config))
+    model = filled.model
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -32,7 +26,7 @@ def _trained_in_memory(tiny: Path, clips: Path, folder: Path, *options: str) -> 
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     saved = folder / "saved"
     saved.mkdir()
-    write_weights(saved, model, strategy.trained_parameters(), config)
+    assert filled.writer.write(saved, filled.strategy.parameters) is None
     return model, saved
 
 
@@ -86,7 +80,7 @@ def test_initial_adapters_follow_peft_and_do_not_depend_on_other_targets(
         inputs = check_inputs(
             runs.config(tiny, clips, tmp_path / name, f"lora.targets={targets}", "model.dtype=bfloat16")
         )
-        states.append(dict(build_transformer(inputs, device=CPU)[0].named_parameters()))
+        states.append(dict(runs.fill_model(inputs).model.named_parameters()))
     key = "blocks.1.attn1.to_q.lora_A.default.weight"
     assert torch.equal(states[0][key], states[1][key])
     bound = math.sqrt(6 / ((1 + 5) * 192))  # Kaiming uniform with a = sqrt(5) over 192 inputs

@@ -10,19 +10,21 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from flowshard.errors import UserError
-from flowshard.train.build import build_transformer
+from flowshard.parallel.strategies import Single
 from flowshard.train.inputs import check_inputs
 from flowshard.weights.files import read_headers
-from flowshard.weights.load import build_on_meta, materialise
+from flowshard.weights.load import build_model, declare_types, materialise
 from tests import runs
 
 CPU = torch.device("cpu")
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = build_on_meta("WanTransformer3DModel", folder)
+    model = build_model("WanTransformer3DModel", folder)
     model.requires_grad_(False)
-    materialise(model, read_headers(folder), source=folder, dtype=dtype, device=CPU)
+    declare_types(model, dtype)
+    strategy = Single(CPU, clip_norm=None)
+    materialise(model, read_headers(folder), source=folder, units=[], new={}, strategy=strategy)
     return model
 
 
@@ -63,7 +65,8 @@ def test_frozen_weights_stay_a_view_of_the_file_and_trained_ones_do_not(
     file = tiny / "transformer" / "diffusion_pytorch_model.safetensors"
     before = file.read_bytes()
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.modules=[proj_out]"))
-    model, report = build_transformer(inputs, device=CPU)
+    filled = runs.fill_model(inputs)
+    model, report = filled.model, filled.report
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -81,7 +84,8 @@ def test_trained_weights_are_float32_masters_and_frozen_ones_have_the_models_typ
     tiny: Path, clips: Path, tmp_path: Path
 ) -> None:
     options = ("model.dtype=bfloat16", "train.modules=[blocks.0.attn1.norm_q]")
-    model, report = build_transformer(check_inputs(runs.config(tiny, clips, tmp_path / "run", *options)), device=CPU)
+    filled = runs.fill_model(check_inputs(runs.config(tiny, clips, tmp_path / "run", *options)))
+    model, report = filled.model, filled.report
     for name, parameter in model.named_parameters():
         trained = "lora_" in name or name == "blocks.0.attn1.norm_q.weight"
         kept = "time_embedder" in name or "scale_shift_table" in name or ".norm2." in name

@@ -6,30 +6,25 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from flowshard.config import GroupConfig, TrainConfig
-from flowshard.train.build import build_transformer
-from flowshard.train.inputs import check_inputs
-from flowshard.train.optimizer import parameter_groups, schedule_factor
+from flowshard.config import TrainConfig
+from flowshard.train.build import build_on_meta
+from flowshard.train.inputs import RunInputs, check_inputs
+from flowshard.train.optimizer import schedule_factor
 from tests import runs
 
 
-def _settings(model: torch.nn.Module, train: TrainConfig) -> dict[str, tuple[float, float]]:
+def _settings(inputs: RunInputs) -> dict[str, tuple[float, float]]:
     """Parameter name to (learning rate, decay)."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[float, float]] = {}
-    for group in parameter_groups(model, train):
-        members = group["params"]
-        assert isinstance(members, list)
-        for parameter in members:
-            found[names[id(parameter)]] = (float(str(group["lr"])), float(str(group["weight_decay"])))
-    return found
+    return {name: (one.learning_rate, one.weight_decay) for name, one in build_on_meta(inputs).settings.items()}
+
+
+RATES = ("train.learning_rate=1", "train.weight_decay=0.1")
 
 
 def test_norms_biases_and_vectors_get_no_decay(tiny: Path, clips: Path, tmp_path: Path) -> None:
-    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.method=full"))
-    model, _ = build_transformer(inputs, device=torch.device("cpu"))
-    found = _settings(model, TrainConfig(learning_rate=1.0, weight_decay=0.1))
-    assert found.keys() == dict(model.named_parameters()).keys()
+    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.method=full", *RATES))
+    found = _settings(inputs)
+    assert found.keys() == inputs.tensors.keys()
     for name in ("blocks.0.attn1.to_q.weight", "patch_embedding.weight", "scale_shift_table"):
         assert found[name] == (1.0, 0.1)
     for name in ("blocks.0.attn1.to_q.bias", "blocks.0.attn1.norm_q.weight", "blocks.2.norm2.weight", "proj_out.bias"):
@@ -37,14 +32,13 @@ def test_norms_biases_and_vectors_get_no_decay(tiny: Path, clips: Path, tmp_path
 
 
 def test_the_first_matching_group_decides_rate_and_decay(tiny: Path, clips: Path, tmp_path: Path) -> None:
-    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.modules=[proj_out]"))
-    model, _ = build_transformer(inputs, device=torch.device("cpu"))
-    groups = [
-        GroupConfig(pattern="blocks.0.attn1.to_q.lora_B", learning_rate=3.0),
-        GroupConfig(pattern="lora_B", learning_rate=2.0, weight_decay=0.0),
-        GroupConfig(pattern="proj_out", weight_decay=0.5),
-    ]
-    found = _settings(model, TrainConfig(learning_rate=1.0, weight_decay=0.1, groups=groups))
+    groups = (
+        "{pattern: blocks.0.attn1.to_q.lora_B, learning_rate: 3}",
+        "{pattern: lora_B, learning_rate: 2, weight_decay: 0}",
+        "{pattern: proj_out, weight_decay: 0.5}",
+    )
+    options = (*RATES, "train.modules=[proj_out]", f"train.groups=[{', '.join(groups)}]")
+    found = _settings(check_inputs(runs.config(tiny, clips, tmp_path / "run", *options)))
     assert found["blocks.0.attn1.to_q.lora_B.default.weight"] == (3.0, 0.1)
     assert found["blocks.1.attn1.to_q.lora_B.default.weight"] == (2.0, 0.0)
     assert found["blocks.1.attn1.to_q.lora_A.default.weight"] == (1.0, 0.1)

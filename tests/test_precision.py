@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 
-from flowshard.train.build import build_transformer
 from flowshard.train.inputs import check_inputs
 from flowshard.weights.precision import float32_modules, keeps_float32
 from tests import runs
@@ -22,7 +21,7 @@ def test_diffusers_still_names_its_float32_modules_where_we_read_them(tiny: Path
 
 def test_time_embedding_computes_in_float32_under_autocast(tiny: Path, clips: Path, tmp_path: Path) -> None:
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "model.dtype=bfloat16"))
-    model, _ = build_transformer(inputs, device=torch.device("cpu"))
+    model = runs.fill_model(inputs).model
     embedder = model.get_submodule("condition_embedder.time_embedder")
     features = torch.randn(2, 256)
     expected = embedder(features)
@@ -37,7 +36,7 @@ def test_time_embedding_computes_in_float32_under_autocast(tiny: Path, clips: Pa
 def test_bfloat16_loss_equals_the_stock_model_in_bfloat16(tiny: Path, clips: Path, tmp_path: Path) -> None:
     """Autocast over a frozen bfloat16 base computes what stock diffusers computes with bfloat16 weights."""
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "model.dtype=bfloat16"))
-    model, _ = build_transformer(inputs, device=torch.device("cpu"))
+    model = runs.fill_model(inputs).model
     stock = WanTransformer3DModel.from_pretrained(tiny / "transformer", dtype=torch.bfloat16)
     noisy = torch.randn(1, 16, 2, 4, 4).bfloat16()
     conditions = {"prompt_embeds": torch.randn(1, 512, 64).bfloat16()}

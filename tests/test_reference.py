@@ -8,23 +8,13 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 
 from flowshard.config import Config
-from flowshard.data.dataset import Encoder, open_dataset
 from flowshard.data.media import read_frames
-from flowshard.objective.sigmas import NoiseLevels
-from flowshard.train.batches import MicroBatch, StepBatches
-from flowshard.train.build import build_transformer, loss_function
-from flowshard.train.inputs import RunInputs, check_inputs
+from flowshard.train.batches import MicroBatch
+from flowshard.train.build import loss_function
+from flowshard.train.inputs import check_inputs
 from tests import runs
 
 CPU = torch.device("cpu")
-
-
-def _batches(inputs: RunInputs) -> StepBatches:
-    config = inputs.config
-    dtype = getattr(torch, config.model.dtype)
-    encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, dtype, CPU)
-    dataset = open_dataset(encoder, config.cache_folder, progress=lambda _: None)
-    return StepBatches(dataset, inputs.family, config, NoiseLevels(config.objective, inputs.shift))
 
 
 def _stock_loss(transformer: torch.nn.Module, pipeline: WanPipeline, batch: MicroBatch, config: Config) -> torch.Tensor:
@@ -49,8 +39,8 @@ def _stock_loss(transformer: torch.nn.Module, pipeline: WanPipeline, batch: Micr
 
 def test_loss_of_a_micro_batch_equals_the_stock_transformer(tiny: Path, clips: Path, tmp_path: Path) -> None:
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.micro_batch=2", "train.global_batch=2"))
-    batch = next(_batches(inputs).micro_batches(3))
-    model, _ = build_transformer(inputs, device=CPU)
+    batch = next(runs.batches(inputs).micro_batches(3))
+    model = runs.fill_model(inputs).model
     found = loss_function(inputs.family, dtype=torch.float32, device=CPU)(model, batch.tensors())
     pipeline = WanPipeline.from_pretrained(tiny)
     expected = _stock_loss(pipeline.transformer, pipeline, batch, inputs.config)
@@ -82,7 +72,7 @@ def test_prediction_equals_the_pipelines_own_transformer_call(tiny: Path, clips:
     )
     hook.remove()
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.method=full", "lora.targets=null"))
-    model, _ = build_transformer(inputs, device=CPU)
+    model = runs.fill_model(inputs).model
     encoders = inputs.family.load_encoders(inputs.folder, dtype=torch.float32, device=CPU)
     conditions = inputs.family.batch_conditions([inputs.family.encode_text(encoders, prompt)])
     with torch.no_grad():
@@ -109,7 +99,7 @@ def test_full_training_equals_a_hand_written_loop(tiny: Path, clips: Path, tmp_p
     found = load_file(checkpoint / "transformer" / "diffusion_pytorch_model.safetensors")
 
     inputs = check_inputs(config)
-    batches = _batches(inputs)
+    batches = runs.batches(inputs)
     pipeline = WanPipeline.from_pretrained(tiny)
     transformer = WanTransformer3DModel.from_pretrained(tiny / "transformer")
     plain = [p for n, p in transformer.named_parameters() if p.ndim > 1]

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from flowshard.parallel.strategies import Single
+from flowshard.parallel.strategies import GroupSettings, Single
+
+CPU = torch.device("cpu")
 
 
 class _TwoLayers(torch.nn.Module):
@@ -17,10 +19,10 @@ class _TwoLayers(torch.nn.Module):
 
 
 def _strategy(model: torch.nn.Module, *, clip_norm: float | None, decay: float = 0.0) -> Single:
-    groups: list[dict[str, object]] = [
-        {"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1, "weight_decay": decay}
-    ]
-    return Single(model, groups, torch.optim.SGD, clip_norm=clip_norm)
+    strategy = Single(CPU, clip_norm=clip_norm)
+    settings = {name: GroupSettings(0.1, decay) for name in ("used", "unused")}
+    strategy.start(model, settings, torch.optim.SGD)
+    return strategy
 
 
 @pytest.mark.parametrize(("clip_norm", "moved"), [(None, [3.0, 4.0]), (10.0, [3.0, 4.0]), (2.5, [1.5, 2.0])])
@@ -29,13 +31,12 @@ def test_norm_is_taken_before_clipping_and_the_update_after(clip_norm: float | N
     strategy = _strategy(model, clip_norm=clip_norm)
     for share in (0.25, 0.75):  # two micro-batches add up: the gradient of used is (3, 4), its norm 5
         strategy.backward(share * (model.used**2).sum() / 2)
-    norm = strategy.gradient_norm()
-    assert norm.item() == pytest.approx(5.0)
-    strategy.step(0.5, norm)
+    assert dict(strategy.gradients())["used"].tolist() == [3.0, 4.0]
+    assert strategy.step(0.5) == pytest.approx(5.0)
     expected = torch.tensor([3.0, 4.0]) - 0.1 * 0.5 * torch.tensor(moved)
     torch.testing.assert_close(model.used.detach(), expected)
     strategy.backward((model.used * 0).sum())
-    assert strategy.gradient_norm().item() == 0.0, "gradients start anew after a step"
+    assert strategy.step(1.0) == 0.0, "gradients start anew after a step"
 
 
 def test_a_missing_gradient_counts_as_zero_and_is_named() -> None:
@@ -43,12 +44,27 @@ def test_a_missing_gradient_counts_as_zero_and_is_named() -> None:
     model = _TwoLayers()
     strategy = _strategy(model, clip_norm=None, decay=0.5)
     strategy.backward((model.used**2).sum() / 2)
-    strategy.step(1.0, strategy.gradient_norm())
-    assert list(strategy.without_gradient()) == ["unused"]
+    strategy.step(1.0)
+    assert strategy.without_gradient() == ["unused"]
     torch.testing.assert_close(model.unused.detach(), torch.tensor([2.0 - 0.1 * 0.5 * 2.0]))
     assert model.frozen.item() == 1.0
 
 
-def test_trained_parameters_are_those_that_train() -> None:
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_nothing_is_updated_when_the_gradient_is_no_number(broken: float) -> None:
     model = _TwoLayers()
-    assert _strategy(model, clip_norm=None).trained_parameters().keys() == {"used", "unused"}
+    strategy = _strategy(model, clip_norm=1.0)
+    strategy.backward((model.used * torch.tensor([broken, 1.0])).sum())
+    assert not torch.isfinite(torch.tensor(strategy.step(1.0)))
+    assert model.used.tolist() == [3.0, 4.0]
+    strategy.backward((model.used**2).sum() / 2)
+    assert strategy.step(1.0) == pytest.approx(5.0)
+
+
+def test_names_and_values_are_those_of_the_plain_model() -> None:
+    strategy = _strategy(_TwoLayers(), clip_norm=None)
+    assert strategy.trained_names() == ["used", "unused"]
+    assert {name: value.tolist() for name, value in strategy.parameters(["unused", "frozen"])} == {
+        "unused": [2.0],
+        "frozen": [1.0],
+    }

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flowshard import __version__
@@ -17,8 +17,13 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 a fault, 2 the user's input is wrong."""
     parsed = _parser().parse_args(arguments)
+    return exit_status(lambda: parsed.run(parsed))
+
+
+def exit_status(work: Callable[[], object]) -> int:
+    """Do the work; the exit status, with the message of what the user can mend on standard error."""
     try:
-        parsed.run(parsed)
+        work()
     except UserError as error:
         return _fail(error, EXIT_USER)
     except RunError as error:
@@ -29,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, status: int) -> int:
+    if os.environ.get("LOCAL_RANK", "0") != "0" and status == EXIT_USER:
+        return status  # the first process of each machine says what they all found
     sys.stderr.write(f"flowshard: error: {error}\n")
     return status
 
@@ -40,10 +47,11 @@ def _train(parsed: argparse.Namespace) -> None:
     inputs = check_inputs(load_config(parsed.config, parsed.overrides))
 
     from flowshard.libraries import quiet_libraries
+    from flowshard.parallel.processes import run_together
     from flowshard.train.loop import train
 
     quiet_libraries()
-    train(inputs)
+    run_together(inputs.layout, inputs.config, lambda processes: train(inputs, processes))
 
 
 def _generate(parsed: argparse.Namespace) -> None:
@@ -57,6 +65,13 @@ def _generate(parsed: argparse.Namespace) -> None:
     quiet_libraries()
     generate(checked)
     sys.stdout.write(f"wrote {parsed.output}\n")
+
+
+def _parity(parsed: argparse.Namespace) -> None:
+    from flowshard.parity.command import ParityOptions, parity
+
+    fields = ParityOptions.__dataclass_fields__
+    parity(ParityOptions(**{name: getattr(parsed, name) for name in fields}))
 
 
 def _tiny(parsed: argparse.Namespace) -> None:
@@ -152,6 +167,33 @@ def _parser() -> argparse.ArgumentParser:
         help="type of the weights (default: %(default)s)",
     )
     generate.set_defaults(run=_generate)
+
+    parity = commands.add_parser(
+        "parity",
+        help="run a config under several layouts and compare every number",
+        description="Run a config for a few steps under each layout and compare samples, noise, sigma, loss, gradients "
+        "and weights with the first layout. Exits with status 1, naming the first thing that differs.",
+        usage="flowshard parity CONFIG [a.b=value ...] --layout A --layout B [options]",
+    )
+    parity.add_argument("config", metavar="CONFIG", help="YAML file")
+    parity.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example model.path=DIR")
+    parity.add_argument(
+        "--layout",
+        dest="layouts",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="STRATEGY[:PROCESSES][,key=value...] with keys of layout, memory and train, for example single, ddp:2, "
+        "zero3:2,activations=offload",
+    )
+    parity.add_argument("--steps", type=int, default=3, metavar="N", help="steps of each run (default: 3)")
+    parity.add_argument(
+        "--tolerance", type=float, metavar="T", help="bound of the loss (default: 1e-6 in float32, 1e-3 in bfloat16)"
+    )
+    parity.add_argument("--json", type=Path, metavar="FILE", help="write all differences there")
+    parity.add_argument("--layers", type=int, metavar="N", help="use only the first N blocks of the model")
+    parity.add_argument("--fault", metavar="noise@RANK", help="disturb one process's noise on purpose, to see it found")
+    parity.set_defaults(run=_parity)
 
     tiny = commands.add_parser(
         "tiny",

@@ -21,6 +21,7 @@ PositiveInt = Annotated[int, Number, Field(gt=0)]
 NonNegativeInt = Annotated[int, Number, Field(ge=0)]
 PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
+ActivationPolicy = Literal["keep", "selective", "recompute", "offload"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -46,6 +47,8 @@ class ModelConfig(Section):
     """`file.py:function` that adds modules before the weights load."""
     expert: Literal["high", "low"] | None = None
     """Which expert of a model with two is trained (Wan 2.2)."""
+    layers: PositiveInt | None = None
+    """Only the first so many blocks of each kind, to try things out with a shortened model; null is all."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of autocast. Trainable weights are float32 and are the masters."""
 
@@ -165,7 +168,18 @@ class LayoutConfig(Section):
     """How the run is spread over devices. It never changes the numbers."""
 
     strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
-    """Who holds parameters, gradients and optimizer state."""
+    """Who holds parameters, gradients and optimizer state. `auto` takes what the launcher is configured for, else
+    `single` or `ddp`."""
+    shard: PositiveInt | Literal["auto"] = "auto"
+    """fsdp2: processes that divide one copy of the model among them; `auto` is all of them."""
+    offload_optimizer: bool = False
+    """zero1, zero2, zero3: keep optimizer state in host memory."""
+    offload_parameters: bool = False
+    """zero3, fsdp2: keep the divided parameters in host memory (fsdp2: gradients and optimizer state as well)."""
+    deepspeed: str | None = None
+    """zero1, zero2, zero3: a DeepSpeed JSON file whose settings are added to the run's."""
+    timeout_minutes: PositiveFloat = 30.0
+    """How long a collective waits for a process before the run ends with an error."""
     sequence: PositiveInt = 1
     """Sequence-parallel degree: devices that share the tokens of one sample."""
     ulysses: PositiveInt | Literal["auto"] = "auto"
@@ -177,8 +191,10 @@ class LayoutConfig(Section):
 class MemoryConfig(Section):
     """What is kept for the backward pass."""
 
-    activations: Literal["keep", "selective", "recompute", "offload", "auto"] = "keep"
-    """What happens to the activations of a block between forward and backward."""
+    activations: ActivationPolicy | Literal["auto"] | dict[ActivationPolicy, PositiveInt] = "keep"
+    """What happens to the activations of a block between forward and backward: `keep` all; `selective` keeps the
+    attention outputs and recomputes the rest; `recompute` keeps the block's input; `offload` keeps that in host memory.
+    Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept."""
     compile: bool = False
     """Compile the repeated blocks."""
 
@@ -249,11 +265,9 @@ AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "lora.init_from": (None,),
     "lora.preset": ([],),
     "objective.guidance": ("auto",),
-    "layout.strategy": ("auto", "single"),
     "layout.sequence": (1,),
     "layout.ulysses": ("auto", 1),
     "layout.ring": ("auto", 1),
-    "memory.activations": ("keep",),
     "memory.compile": (False,),
     "validation.every": (0,),
     "log.trackers": ([],),

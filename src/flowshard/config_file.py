@@ -235,6 +235,10 @@ def _check_conflicts(config: Config) -> None:
         if value not in accepted:
             shown = " or ".join(_show(choice) for choice in accepted)
             raise UserError(f"{option}: {_show(value)} is not available in this version; use {shown}")
+    if config.memory.activations == "auto":
+        raise UserError(
+            "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"
+        )
     train = config.train
     if (train.steps is None) == (train.epochs is None):
         state = "neither is" if train.steps is None else f"train.steps is {train.steps} and train.epochs {train.epochs}"

@@ -6,11 +6,21 @@ import warnings
 
 def quiet_libraries() -> None:
     """Keep progress bars and notices of other libraries out of the way of ours; errors still show."""
+    # Before torch is imported: the reducer of DDP warns on every process when all parameters are in use.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
     from flowshard.device import resolve_device
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if resolve_device("auto").type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, if installed, prints that it found no GPU
+    for message in (
+        "`broadcast_buffers` is deprecated",  # buffers are built alike everywhere and need no exchange at all
+        "FSDP2-wrapped module .* returned a view tensor",  # nothing here works in place on a model's output
+        "`torch.distributed.all_gather_into_tensor` is deprecated",  # called by engines
+        "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     # `dtype` is new; the older name works in all releases of diffusers that we support.
     warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
     # float32 masters of norm scales beside bfloat16 activations are what autocast is meant to give.

@@ -19,6 +19,7 @@ from flowshard.config import Config
 from flowshard.data.metadata import Row
 from flowshard.errors import UserError
 from flowshard.families.base import Family
+from flowshard.parallel.processes import Processes
 from flowshard.weights.files import atomic_file, fingerprint
 
 _MEDIA_VERSION = 1
@@ -54,9 +55,12 @@ class EncodedCache:
         *,
         encode_media: Callable[[Row], Tensors],
         encode_text: Callable[[Row], Tensors],
-        progress: Callable[[str], None],
+        processes: Processes,
     ) -> None:
-        """Encode what is missing for these rows; nothing that is there is touched."""
+        """Encode what is missing for these rows; nothing that is there is touched.
+
+        The processes share the work, each writing its own entries, and wait for one another outside of collectives.
+        """
         for name in ("media", "text"):
             try:
                 (self._folder / name).mkdir(parents=True, exist_ok=True)
@@ -64,19 +68,29 @@ class EncodedCache:
                 raise UserError(
                     f"data.cache: cannot write to {self._folder} ({error.strerror}); give another folder or use data.cache=off"
                 ) from None
-        work: dict[Path, tuple[Row, Callable[[Row], Tensors]]] = {}
+        entries: dict[Path, tuple[Row, Callable[[Row], Tensors]]] = {}
         for row in rows:
-            for file, encode in ((self._media_file(row), encode_media), (self._text_file(row), encode_text)):
-                if not file.is_file():
-                    work.setdefault(file, (row, encode))
-        self._hashes.save()
+            entries.setdefault(self._media_file(row), (row, encode_media))
+            entries.setdefault(self._text_file(row), (row, encode_text))
+        if processes.is_main:
+            self._hashes.save()
+        work = [(file, *task) for file, task in entries.items() if not file.is_file()]
+        processes.wait_for_all("cache listed")  # all have looked before the first writes, so all divide the same work
         if not work:
-            progress(f"cache {self._folder}: all {len(rows)} samples are there")
+            processes.say(f"cache {self._folder}: all {len(rows)} samples are there")
             return
-        progress(f"cache {self._folder}: encoding {len(work)} of {len(set(self._files.values()))} entries")
-        for file, (row, encode) in tqdm(work.items(), desc="encode", unit="entry", disable=None):
+        processes.say(f"cache {self._folder}: encoding {len(work)} of {len(entries)} entries")
+        own = work[processes.layout.rank :: processes.layout.world]
+        for file, row, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
             with atomic_file(file) as temporary:
                 save_file(encode(row), temporary)
+        processes.wait_for_all("cache filled")
+        unseen = [row for file, (row, _) in entries.items() if not file.is_file()]
+        if unseen:
+            raise UserError(
+                f"data.cache: this machine does not see {len(unseen)} entries that others wrote to {self._folder}, for "
+                f"example of {unseen[0].media}; give a folder that all machines share"
+            )
 
     def read_media(self, row: Row) -> Tensors:
         """The tensors of the row's medium, `latents` among them."""

@@ -1,7 +1,6 @@
 """Samples as the transformer takes them, encoded at every access or read from the cache."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from flowshard.data.media import read_frames
 from flowshard.data.metadata import Metadata, Row
 from flowshard.errors import UserError
 from flowshard.families.base import Family
+from flowshard.parallel.processes import Processes
 from flowshard.seeds import isolated_rng
 
 
@@ -82,8 +82,12 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return len(self.rows) * self._repeat
 
+    def row(self, index: int) -> Row:
+        """The row that a sample of the epoch comes from."""
+        return self.rows[index % len(self.rows)]
+
     def __getitem__(self, index: int) -> Sample:
-        row = self.rows[index % len(self.rows)]
+        row = self.row(index)
         tensors = self._tensors(row)
         return Sample(row, tensors.pop("latents"), tensors)
 
@@ -114,13 +118,13 @@ class CachedDataset(Dataset):
         return {**self._cache.read_media(row), **self._cache.read_text(row)}
 
 
-def open_dataset(encoder: Encoder, cache_folder: Path | None, *, progress: Callable[[str], None]) -> Dataset:
+def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Processes) -> Dataset:
     """The dataset of a run; with a cache folder, everything that is not in it yet is encoded now.
 
     Args:
         encoder: for what has to be encoded.
         cache_folder: where encoded samples are kept; None encodes at every access.
-        progress: takes lines for the user.
+        processes: share the work.
 
     Raises:
         UserError: a medium cannot be decoded; the message names file and row.
@@ -130,6 +134,6 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, progress: Calla
         return OnlineDataset(encoder, repeat)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.folder, encoder.dtype)
     rows = encoder.metadata.rows
-    cache.fill(rows, encode_media=encoder.media, encode_text=encoder.text, progress=progress)
+    cache.fill(rows, encode_media=encoder.media, encode_text=encoder.text, processes=processes)
     encoder.release()
     return CachedDataset(cache, encoder.metadata, repeat)

@@ -51,6 +51,8 @@ class Family(ABC):
     """Height and width must be multiples of this: VAE stride times patch size."""
     frame_stride: ClassVar[int]
     """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
+    block_lists: ClassVar[Mapping[str, str]]
+    """Name of each list of blocks in the transformer to the entry of its config that says how many there are."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Layers that get an adapter by default, in diffusers' names."""
     lora_aliases: ClassVar[Mapping[str, str]]

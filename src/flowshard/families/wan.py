@@ -36,6 +36,7 @@ class Wan(Family):
     text_components = ("text_encoder", "tokenizer")
     spatial_multiple = 16
     frame_stride = 4
+    block_lists = {"blocks": "num_layers"}
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     lora_aliases = {
         "q": "to_q",

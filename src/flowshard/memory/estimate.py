@@ -1,11 +1,17 @@
 """Memory of a run, worked out before its first step without computing anything."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowshard.config import ActivationPolicy
+from flowshard.memory.activations import is_attention
+from flowshard.memory.storages import storage_id
+from flowshard.parallel.layout import Layout
 from flowshard.parallel.strategies.base import OptimizerFactory
 
 Tensors = dict[str, torch.Tensor]
@@ -26,20 +32,34 @@ class MemoryEstimate:
         """The sum, which is near the peak, as gradients are complete when the activations are gone but not before."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
+    def divided(self, layout: Layout) -> "MemoryEstimate":
+        """What one process holds of it under a layout; what is gathered for a moment is left out."""
+        parts = layout.shard
+        return MemoryEstimate(
+            parameters=self.parameters // (parts if layout.strategy in ("zero3", "fsdp2") else 1),
+            gradients=self.gradients // (1 if layout.strategy == "zero1" else parts),
+            optimizer=self.optimizer // parts,
+            activations=self.activations,
+        )
+
 
 def estimate_memory(
     model: torch.nn.Module,
     forward: Forward,
     inputs: Tensors,
     make_optimizer: OptimizerFactory,
+    policies: Sequence[ActivationPolicy],
+    device: torch.device,
 ) -> MemoryEstimate:
     """Estimate parameters, gradients, optimizer state and the activations of one micro-batch.
 
     Args:
-        model: with its weights in their types.
+        model: on the meta device, with the types that its parameters will have.
         forward: maps model and inputs to the loss.
         inputs: of one micro-batch.
         make_optimizer: makes the run's optimizer from parameter groups.
+        policies: what each block keeps.
+        device: where it will run.
     """
     tensors = [*model.parameters(), *model.buffers()]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -47,7 +67,7 @@ def estimate_memory(
         parameters=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         gradients=4 * trained,
         optimizer=round(_optimizer_bytes_per_element(make_optimizer) * trained),
-        activations=_activation_bytes(model, forward, inputs),
+        activations=_activation_bytes(model, forward, inputs, policies.count("selective") / len(policies), device),
     )
 
 
@@ -61,28 +81,54 @@ def _optimizer_bytes_per_element(make_optimizer: OptimizerFactory) -> float:
     return sum(value.numel() * value.element_size() for value in state) / sample.numel()
 
 
-def _activation_bytes(model: torch.nn.Module, forward: Forward, inputs: Tensors) -> int:
-    """Bytes of the distinct storages, weights left out, that autograd saves in a forward pass on fake tensors."""
+def _activation_bytes(
+    model: torch.nn.Module, forward: Forward, inputs: Tensors, selective: float, device: torch.device
+) -> int:
+    """Bytes that a forward pass keeps for the backward pass, found on fake tensors: nothing is computed.
+
+    Counted are the distinct storages that autograd saves, weights left out, and of the attention outputs the share
+    `selective`, as those are kept outside of autograd.
+    """
     sizes: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # so that no address is used twice
+    alive: list[torch.Tensor] = []  # so that no storage is mistaken for an earlier one
     weights: set[int] = set()
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
+        if storage_id(tensor) not in weights and tensor.device.type == device.type:
             alive.append(tensor)
-            sizes[storage._cdata] = storage.nbytes()
+            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     mode = FakeTensorMode()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    fakes: Tensors = {f"model.{name}": mode.from_tensor(tensor) for name, tensor in named}
-    weights.update(tensor.untyped_storage()._cdata for tensor in fakes.values())
+    with mode:
+        fakes: Tensors = {
+            f"model.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
+                tensor.requires_grad
+            )
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        }
+    weights.update(storage_id(tensor) for tensor in fakes.values())
     fake_inputs = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
-    with mode, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+    attention = _AttentionBytes()
+    with mode, attention, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         loss = torch.func.functional_call(_Call(model, forward), fakes, (fake_inputs,))
     del loss
-    return sum(sizes.values())
+    return sum(sizes.values()) + round(selective * attention.total)
+
+
+class _AttentionBytes(TorchDispatchMode):
+    """Adds up what the attention operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            outputs = result if isinstance(result, tuple) else (result,)
+            self.total += sum(value.nbytes for value in outputs if isinstance(value, torch.Tensor))
+        return result
 
 
 class _Call(torch.nn.Module):

@@ -14,6 +14,7 @@ from flowshard.data.order import global_batch
 from flowshard.families.base import Family
 from flowshard.objective.randomness import noise, quantiles
 from flowshard.objective.sigmas import NoiseLevels
+from flowshard.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class MicroBatch:
     """Samples that go through the model at once, with their draws, on the CPU in float32."""
 
     rows: tuple[Row, ...]
+    positions: tuple[int, ...]
+    """Places in the global batch."""
     latents: torch.Tensor
     """(batch, ...)"""
     noise: torch.Tensor
@@ -40,22 +43,28 @@ class MicroBatch:
 class StepBatches:
     """Makes the micro-batches of any step: a function of config, data and the step's number alone."""
 
-    def __init__(self, dataset: Dataset, family: Family, config: Config, levels: NoiseLevels) -> None:
+    def __init__(self, dataset: Dataset, family: Family, config: Config, layout: Layout, levels: NoiseLevels) -> None:
         self._dataset = dataset
         self._family = family
         self._seed = config.seed
         self._train = config.train
         self._stratified = config.objective.stratified
+        self._positions = layout.positions(config.train.global_batch)
         self._levels = levels
 
+    def rows(self, step: int) -> list[Row]:
+        """The samples of a step, over all processes."""
+        indices = global_batch(self._seed, step, size=len(self._dataset), global_batch=self._train.global_batch)
+        return [self._dataset.row(index) for index in indices]
+
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches of a step, in order."""
+        """The micro-batches of this process in a step, in order."""
         size, micro = self._train.global_batch, self._train.micro_batch
         indices = global_batch(self._seed, step, size=len(self._dataset), global_batch=size)
         draws = quantiles(self._seed, step=step, global_batch=size, stratified=self._stratified)
         sigmas = self._levels.sigmas(draws)
         weights = self._levels.weights(sigmas)
-        for start in range(0, size, micro):
+        for start in self._positions[::micro]:
             positions = slice(start, start + micro)
             samples = [self._dataset[index] for index in indices[positions]]
             yield self._assemble(step, start, samples, sigmas[positions], weights[positions])
@@ -75,6 +84,7 @@ class StepBatches:
         ]
         return MicroBatch(
             rows=tuple(sample.row for sample in samples),
+            positions=tuple(range(start, start + len(samples))),
             latents=torch.stack([sample.latents for sample in samples]),
             noise=torch.stack(draws),
             sigma=sigma,

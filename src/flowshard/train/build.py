@@ -2,31 +2,48 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from flowshard.config import ActivationPolicy
 from flowshard.families.base import Family
+from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.objective.flow import add_noise, sample_losses
+from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.train.inputs import RunInputs
+from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
-from flowshard.weights.files import TRANSFORMER_FOLDER
-from flowshard.weights.load import LoadReport, build_on_meta, materialise
+from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
+from flowshard.weights.load import LoadReport, build_model, declare_types, materialise
 from flowshard.weights.precision import compute_in_float32
 
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
-def build_transformer(inputs: RunInputs, *, device: torch.device) -> tuple[torch.nn.Module, LoadReport]:
-    """The transformer with adapters and weights, ready for a strategy.
+@dataclass
+class Build:
+    """A transformer on its way from the meta device to its strategy."""
 
-    Order: build on meta, adapters, what is trained, weights, new weights.
+    model: torch.nn.Module
+    blocks: list[torch.nn.Module]
+    policies: list[ActivationPolicy]
+    settings: dict[str, GroupSettings]
+    """Of every trained parameter, by its name in the model."""
+
+
+def build_on_meta(inputs: RunInputs) -> Build:
+    """The transformer with adapters and activation policies; no weight has been read.
+
+    Order: build, adapters, what is trained, types, activation policies.
 
     Raises:
-        UserError: the files do not fill the model.
+        UserError: the policies name more blocks than there are.
     """
     config = inputs.config
     source = inputs.folder / TRANSFORMER_FOLDER
-    model = build_on_meta(inputs.family.transformer_class, source)
+    model = build_model(inputs.family.transformer_class, source, _shortened(inputs, source))
     model.requires_grad_(False)
     if inputs.adapted:
         lora.inject(model, targets=inputs.adapted, rank=config.lora.rank, alpha=config.lora.alpha)
@@ -35,11 +52,39 @@ def build_transformer(inputs: RunInputs, *, device: torch.device) -> tuple[torch
         if lora.base_name(name) in trained:
             parameter.requires_grad_(True)
     dtype = getattr(torch, config.model.dtype)
-    report = materialise(model, inputs.tensors, source=source, dtype=dtype, device=device)
-    report.new.update(lora.initialise(model, seed=config.seed, device=device))
+    declare_types(model, dtype)
     if dtype != torch.float32:
         compute_in_float32(model)
-    return model.train(), report
+    blocks = inputs.family.blocks(model)
+    policies = block_policies(config.memory, len(blocks))
+    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
+    return Build(model.train(), blocks, policies, group_settings(model, config.train))
+
+
+def _shortened(inputs: RunInputs, source: Path) -> dict[str, int]:
+    """What `model.layers` changes in the transformer's config."""
+    layers = inputs.config.model.layers
+    if layers is None:
+        return {}
+    settings = read_json(source / "config.json")
+    return {key: min(layers, settings[key]) for key in inputs.family.block_lists.values()}
+
+
+def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
+    """Divide the model as the strategy does and give it its weights.
+
+    Raises:
+        UserError: the files do not fill the model.
+    """
+    strategy.shard(build.model, build.blocks)
+    return materialise(
+        build.model,
+        inputs.tensors,
+        source=inputs.folder / TRANSFORMER_FOLDER,
+        units=build.blocks,
+        new=lora.initial_values(build.model, seed=inputs.config.seed),
+        strategy=strategy,
+    )
 
 
 def loss_function(family: Family, *, dtype: torch.dtype, device: torch.device) -> LossFunction:

@@ -1,6 +1,8 @@
 """Checks everything that can be checked before torch is imported and before a weight is read."""
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from flowshard.data.media import is_image
 from flowshard.data.metadata import Metadata, read_metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
+from flowshard.parallel.layout import Layout, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
@@ -36,29 +39,32 @@ class RunInputs:
     trained: list[str]
     """Base parameters that are trained."""
     metadata: Metadata
+    layout: Layout
     shift: float
     steps: int
     samples: int
     """Samples of an epoch."""
 
 
-def check_inputs(config: Config) -> RunInputs:
+def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:
     """Find what is wrong with a run's input within moments.
+
+    Args:
+        config: of the run.
+        environment: what the launcher set; the process's own if None.
 
     Raises:
         UserError: the message names option, file or row, the value, and the fix.
     """
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes != "1":
-        raise UserError(f"WORLD_SIZE: {processes} processes were started, this version trains in one; start one")
     family, variant = find_variant(config.model.variant, option="model.variant")
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
+    layout = resolve_layout(config, environment)
     metadata = read_metadata(data.metadata, data.root)
     _check_batches(config, metadata)
     folder = find_pipeline(config.model.path, option="model.path")
     check_pipeline(folder, family, option="model.path")
-    tensors = read_headers(folder / TRANSFORMER_FOLDER)
+    tensors = _shortened(read_headers(folder / TRANSFORMER_FOLDER), family, config.model.layers)
     adapted, trained = _select_trained(config, family, tensors)
     _check_groups(config, adapted, trained)
     check_writable(Path(config.output), option="output")
@@ -82,6 +88,7 @@ def check_inputs(config: Config) -> RunInputs:
         adapted=adapted,
         trained=trained,
         metadata=metadata,
+        layout=layout,
         shift=scheduler_shift(folder, variant.shift) if shift == "auto" else shift,
         steps=steps,
         samples=samples,
@@ -99,6 +106,19 @@ def check_writable(folder: Path, *, option: str) -> None:
         raise UserError(f"{option}: {existing} is a file; choose another folder than {folder}")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"{option}: {folder} is not writable (no permission in {existing}); choose another folder")
+
+
+def _shortened(tensors: dict[str, TensorInfo], family: Family, layers: int | None) -> dict[str, TensorInfo]:
+    """The tensors without those of the blocks beyond the first `layers`."""
+    if layers is None:
+        return tensors
+    beyond = re.compile(rf"({'|'.join(map(re.escape, family.block_lists))})\.(\d+)\.")
+    kept = {}
+    for name, info in tensors.items():
+        found = beyond.match(name)
+        if found is None or int(found[2]) < layers:
+            kept[name] = info
+    return kept
 
 
 def _check_batches(config: Config, metadata: Metadata) -> None:

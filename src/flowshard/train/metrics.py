@@ -40,10 +40,17 @@ class StepMetrics:
 class MetricsLog:
     """Writes each step where it belongs."""
 
-    def __init__(self, file: Path, *, steps: int) -> None:
-        self._file = file.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, file: Path, *, steps: int, enabled: bool) -> None:
+        """Open the file.
+
+        Args:
+            file: `metrics.jsonl`.
+            steps: of the run.
+            enabled: False on all processes but the main one, which alone writes.
+        """
+        self._file = file.open("a", encoding="utf-8", buffering=1) if enabled else None
         self._steps = steps
-        self._bar = tqdm(total=steps, unit="step", disable=None, dynamic_ncols=True)
+        self._bar = tqdm(total=steps, unit="step", disable=None if enabled else True, dynamic_ncols=True)
         self._last_line = -math.inf
 
     def __enter__(self) -> "MetricsLog":
@@ -53,10 +60,13 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(asdict(metrics)) + "\n")
         split = (
             f"{metrics.seconds:.2f} s/step (data {metrics.seconds_data:.2f}, forward {metrics.seconds_forward:.2f}, "

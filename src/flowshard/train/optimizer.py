@@ -8,32 +8,32 @@ import torch
 
 from flowshard.config import Config, TrainConfig
 from flowshard.errors import UserError
-from flowshard.parallel.strategies.base import OptimizerFactory, ParameterGroups
+from flowshard.parallel.strategies.base import GroupSettings, OptimizerFactory, ParameterGroups
 from flowshard.patterns import matches
-from flowshard.weights.lora import ADAPTER, base_name
+from flowshard.weights.lora import base_name, export_name
 
 _SHORT_NAMES = {"adamw": "torch.optim.AdamW"}
 
 
-def parameter_groups(model: torch.nn.Module, train: TrainConfig) -> ParameterGroups:
-    """The trained parameters by learning rate and weight decay, in the order of the model.
+def group_settings(model: torch.nn.Module, train: TrainConfig) -> dict[str, GroupSettings]:
+    """Learning rate and weight decay of every trained parameter by its name, in the order of the model.
 
     A parameter takes both from the first group of `train.groups` that matches its name. Otherwise norms, biases and
-    other vectors get no decay.
+    other vectors get no decay. To be called before a strategy changes the parameters' shapes.
     """
     vectors = _without_decay(model)
-    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    settings = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         rate, decay = train.learning_rate, 0.0 if name in vectors else train.weight_decay
-        public_name = base_name(name).replace(f".{ADAPTER}.", ".")
+        public_name = export_name(base_name(name))
         group = next((group for group in train.groups if matches(public_name, group.pattern)), None)
         if group is not None:
             rate = rate if group.learning_rate is None else group.learning_rate
             decay = decay if group.weight_decay is None else group.weight_decay
-        groups.setdefault((rate, decay), []).append(parameter)
-    return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()]
+        settings[name] = GroupSettings(rate, decay)
+    return settings
 
 
 def _without_decay(model: torch.nn.Module) -> set[str]:

@@ -3,14 +3,13 @@
 import torch
 
 from flowshard.memory.estimate import MemoryEstimate
+from flowshard.train.build import Build
 from flowshard.train.inputs import RunInputs
-from flowshard.weights.load import LoadReport
 
 
 def describe_plan(
     inputs: RunInputs,
-    model: torch.nn.Module,
-    report: LoadReport,
+    build: Build,
     memory: MemoryEstimate,
     *,
     latents: torch.Size,
@@ -20,34 +19,39 @@ def describe_plan(
 
     Args:
         inputs: the checked input.
-        model: the transformer with its weights.
-        report: how they were loaded.
+        build: the transformer.
         memory: the estimate.
         latents: shape of the largest sample's latents without batch.
         device: where it runs.
     """
     config, train = inputs.config, inputs.config.train
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    everything = sum(parameter.numel() for parameter in build.model.parameters())
+    trained = sum(parameter.numel() for parameter in build.model.parameters() if parameter.requires_grad)
     tokens = inputs.family.tokens(latents)
-    accumulation = train.global_batch // train.micro_batch
+    layout = inputs.layout
+    memory = memory.divided(layout)
     method = f"LoRA of rank {config.lora.rank} on {len(inputs.adapted)} layers" if inputs.adapted else "full training"
     if inputs.adapted and inputs.trained:
         method += f", {len(inputs.trained)} tensors in full"
     passes = inputs.steps * train.global_batch / inputs.samples
     rows = [
         ("model", f"{inputs.variant.name} from {inputs.folder}, {config.model.dtype} on {device}"),
+        ("layout", f"{layout.strategy}, {layout.world} processes: {layout.reason}"),
         ("method", method),
         ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),
-        ("weights", f"{len(report.loaded)} tensors loaded, {len(report.new)} new"),
         ("data", f"{len(inputs.metadata.rows)} rows, {inputs.samples} samples an epoch"),
         ("sample", f"latents {tuple(latents)}, {tokens:,} tokens"),
         (
             "step",
-            f"{train.global_batch} samples = {accumulation} x {train.micro_batch}, {train.global_batch * tokens:,} tokens",
+            f"{train.global_batch} samples = {layout.accumulation} x {train.micro_batch} x {layout.data_parallel} processes, "
+            f"{train.global_batch * tokens:,} tokens",
         ),
         ("steps", f"{inputs.steps} ({passes:.2f} epochs)"),
         ("sigma", f"{config.objective.sampling}, shift {inputs.shift:g}, weighting {config.objective.weighting}"),
+        (
+            "activations",
+            ", ".join(f"{build.policies.count(policy)} x {policy}" for policy in dict.fromkeys(build.policies)),
+        ),
         (
             "memory",
             f"{_bytes(memory.total)} = parameters {_bytes(memory.parameters)} + gradients {_bytes(memory.gradients)} + "

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from flowshard.errors import RunError
+from flowshard.parallel.processes import Processes
 from flowshard.weights.files import apply_umask, atomic_file, sync
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "report.html")
@@ -46,38 +47,62 @@ class RunFolder:
             item.rename(target / item.name)
         return f"{self.path} held an earlier run, which is now in {target}"
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], *, state: dict[str, Any], keep: int) -> Path:
-        """Write `checkpoints/step-N` as a whole or not at all, then delete the oldest beyond `keep`.
+    def save_checkpoint(
+        self,
+        step: int,
+        write: Callable[[Path | None], Exception | None],
+        *,
+        state: dict[str, Any],
+        keep: int,
+        processes: Processes,
+    ) -> Path:
+        """Write `checkpoints/step-N` as a whole or not at all, then delete the oldest beyond `keep`. Collective.
 
         Args:
             step: updates done.
-            write: writes the weights into the folder that it is given.
+            write: writes the weights into the folder that it is given; given None, it only takes part in gathering.
+                Returns what the disk refused.
             state: noted in `state.json`.
             keep: complete checkpoints that remain.
+            processes: of which the main one writes.
 
         Raises:
-            RunError: the disk refuses; earlier checkpoints are untouched.
+            RunError: on every process, if the disk refuses; earlier checkpoints are untouched.
         """
         final = self._checkpoints / f"step-{step:08d}"
         partial = self._checkpoints / f".{final.name}.partial"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write(partial)
-            (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
-            for item in [*partial.rglob("*"), partial]:
-                if item.is_file():
-                    apply_umask(item)
-                sync(item)
-            partial.rename(final)
-            sync(self._checkpoints)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            last = self.newest_checkpoint()
-            kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
-            raise RunError(f"cannot save step {step} in {final}: {error}; {kept}; make room and start again") from None
-        for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+        failure: Exception | None = None
+        if processes.is_main:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                failure = error
+        written = write(partial if processes.is_main and failure is None else None)
+        problem = None
+        if processes.is_main:
+            try:
+                if failure or written:
+                    raise failure or written or OSError
+                (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
+                for item in [*partial.rglob("*"), partial]:
+                    if item.is_file():
+                        apply_umask(item)
+                    sync(item)
+                partial.rename(final)
+                sync(self._checkpoints)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                last = self.newest_checkpoint()
+                kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
+                problem = f"cannot save step {step} in {final}: {error}; {kept}; make room and start again"
+        processes.wait_for_all("save")  # writing may take longer than a collective waits
+        problem = processes.share(problem)
+        if problem is not None:
+            raise RunError(problem)
+        if processes.is_main:
+            for old in self.checkpoints()[:-keep]:
+                shutil.rmtree(old)
         return final
 
     def checkpoints(self) -> list[Path]:

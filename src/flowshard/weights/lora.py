@@ -1,6 +1,8 @@
 """Low-rank adapters through peft: injection, initialisation and the names of their tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,40 +34,36 @@ def inject(model: torch.nn.Module, *, targets: Sequence[str], rank: int, alpha: 
         parameter.requires_grad_(is_lora(name))
 
 
-def initialise(model: torch.nn.Module, *, seed: int, device: torch.device) -> dict[str, str]:
-    """Fill the adapters in float32: A as peft does (Kaiming uniform), B with zeros, so that training starts at the base.
+def initial_values(model: torch.nn.Module, *, seed: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """For every adapter parameter by its name, what makes its full float32 value on the CPU.
 
-    Each layer draws from a seed of its own name, so the values depend neither on the other targets nor on the layout.
-
-    Returns:
-        The new tensors and how they were initialised.
+    A as peft does (Kaiming uniform), B with zeros, so that training starts at the base. Each layer draws from a seed of
+    its own name, so the values depend neither on the other targets nor on the layout.
     """
-    new = {}
+    values: dict[str, Callable[[], torch.Tensor]] = {}
     for name, layer in _layers(model):
-        for factor in (layer.lora_A, layer.lora_B):
-            factor[ADAPTER].to_empty(device="cpu").float()
-        with isolated_rng(seed, "lora", name):
-            layer.reset_lora_parameters(ADAPTER, True)
-        for kind, factor, how in (("A", layer.lora_A, "Kaiming uniform"), ("B", layer.lora_B, "zeros")):
-            factor[ADAPTER].to(device)
-            new[f"{name}.lora_{kind}.weight"] = how
-    return new
+        a, b = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
+        values[f"{name}.lora_A.{ADAPTER}.weight"] = partial(_kaiming, a, seed, name)
+        values[f"{name}.lora_B.{ADAPTER}.weight"] = partial(torch.zeros, b)
+    return values
 
 
-def lora_state(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapters as `{module}.lora_A.weight` and `{module}.lora_B.weight`, with alpha / rank folded into B.
+def _kaiming(shape: torch.Size, seed: int, name: str) -> torch.Tensor:
+    with isolated_rng(seed, "lora", name):
+        return torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
+
+
+def export_name(name: str) -> str:
+    """The name of an adapter parameter in a file: without the adapter's own name."""
+    return name.replace(f".{ADAPTER}.", ".")
+
+
+def export_scales(model: torch.nn.Module) -> dict[str, float]:
+    """What each B is multiplied by in a file, by parameter name: alpha / rank.
 
     With the scale in B, a reader that knows of no alpha, and takes it to be the rank, gets the trained result.
-
-    Args:
-        model: the model with adapters.
-        values: full values of the trained parameters by their name in the model.
     """
-    state = {}
-    for name, layer in _layers(model):
-        state[f"{name}.lora_A.weight"] = values[f"{name}.lora_A.{ADAPTER}.weight"]
-        state[f"{name}.lora_B.weight"] = values[f"{name}.lora_B.{ADAPTER}.weight"] * layer.scaling[ADAPTER]
-    return state
+    return {f"{name}.lora_B.{ADAPTER}.weight": layer.scaling[ADAPTER] for name, layer in _layers(model)}
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,37 @@
 """Who holds parameters, gradients and optimizer state: one file a strategy, all behind `Strategy`."""
 
-from flowshard.parallel.strategies.base import Strategy
+from flowshard.config import Config
+from flowshard.parallel.deepspeed_config import deepspeed_config
+from flowshard.parallel.processes import Processes
+from flowshard.parallel.strategies.base import GroupSettings, OptimizerFactory, Strategy
 from flowshard.parallel.strategies.single import Single
 
-__all__ = ["Single", "Strategy"]
+__all__ = ["GroupSettings", "OptimizerFactory", "Single", "Strategy", "make_strategy"]
+
+
+def make_strategy(config: Config, processes: Processes) -> Strategy:
+    """The strategy of the layout. Engines are imported only where they are used.
+
+    Raises:
+        UserError: the config of an engine contradicts the run.
+    """
+    layout, device, clip_norm = processes.layout, processes.device, config.train.clip_norm
+    if layout.strategy == "single":
+        return Single(device, clip_norm=clip_norm)
+    if layout.strategy == "ddp":
+        from flowshard.parallel.strategies.ddp import DataParallel
+
+        return DataParallel(device, clip_norm=clip_norm)
+    if layout.strategy == "fsdp2":
+        from flowshard.parallel.strategies.fsdp2 import FullyShardedDataParallel2
+
+        return FullyShardedDataParallel2(
+            device,
+            clip_norm=clip_norm,
+            world=layout.world,
+            shard=layout.shard,
+            offload=config.layout.offload_parameters,
+        )
+    from flowshard.parallel.strategies.deepspeed import DeepSpeed
+
+    return DeepSpeed(device, config=deepspeed_config(config, layout))

@@ -1,7 +1,9 @@
 """What the training loop asks of a strategy. The loop does not know which one runs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -9,37 +11,122 @@ ParameterGroups = list[dict[str, object]]
 OptimizerFactory = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
+@dataclass(frozen=True)
+class GroupSettings:
+    """Learning rate and weight decay of one trained parameter."""
+
+    learning_rate: float
+    weight_decay: float
+
+
 class Strategy(ABC):
-    """Owns the model and the optimizer of a run."""
+    """Owns the model and the optimizer of a run.
+
+    A run calls, in this order: `shard` once on the meta model, `place` for every tensor and `settle` for every unit as the
+    weights come in, `start` once, and then for every step forward and `backward` within `micro_batch`, and `step`. What is collective
+    has to be called by every process.
+    """
 
     model: torch.nn.Module
-    """What the forward pass goes through."""
+    """What the forward pass goes through, from `start` on."""
+
+    def shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:  # noqa: B027
+        """Prepare the meta model for being divided.
+
+        Args:
+            model: with adapters, all parameters on the meta device in their final types.
+            units: the parts that are gathered as a whole, in the order of execution.
+        """
+
+    def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The part of a full value that this process holds of a meta parameter, on the device."""
+        # What is trained must not share memory with the mapping of a file.
+        return value.to(self.device, copy=parameter.requires_grad)
+
+    def settle(self, unit: torch.nn.Module) -> None:  # noqa: B027
+        """All parameters of a unit have their values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     @abstractmethod
+    def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
+        """Make engine and optimizer.
+
+        Args:
+            model: with its weights in place.
+            settings: of every trained parameter by its name in `model`.
+            optimizer: makes it from parameter groups.
+        """
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        """The context of forward and backward pass of one micro-batch.
+
+        Args:
+            last: whether it is the last of the update; where the engine allows, gradients are only reduced then.
+        """
+        del last
+        return nullcontext()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of one micro-batch.
 
         Args:
-            loss: its share of the loss: the mean over the micro-batch divided by the number of micro-batches.
+            loss: its share of the process's loss: the mean over the micro-batch divided by the number of micro-batches.
         """
+        loss.backward()
 
     @abstractmethod
-    def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient of the global batch over all trained parameters, before clipping."""
-
-    @abstractmethod
-    def step(self, factor: float, norm: torch.Tensor) -> None:
+    def step(self, factor: float) -> float:
         """Clip and update, with every group's learning rate scaled by `factor`; gradients are zero afterwards.
 
         Args:
             factor: the schedule's value for this step.
-            norm: from `gradient_norm`.
+
+        Returns:
+            The 2-norm of the gradient of the global batch over all trained parameters, before clipping. If it is not
+            finite, nothing was updated.
         """
 
     @abstractmethod
-    def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Full values of the trained parameters by their name in the unwrapped model."""
+    def parameters(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full values by name, one at a time. Collective: every process must take all of them."""
 
     @abstractmethod
-    def without_gradient(self) -> Iterable[str]:
-        """Trained parameters that the last backward passes did not reach; they count as having a zero gradient."""
+    def trained_names(self) -> list[str]:
+        """Names of the trained parameters in the unwrapped model, in its order."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full gradients of the global batch by name, between the last `backward` and `step`. Collective."""
+
+    @abstractmethod
+    def without_gradient(self) -> list[str]:
+        """Trained parameters that the last update got no gradient for; they counted as having a zero gradient."""
+
+
+def grouped(
+    model: torch.nn.Module, settings: Mapping[str, GroupSettings]
+) -> tuple[dict[str, torch.nn.Parameter], ParameterGroups]:
+    """The trained parameters by name, and in groups of equal learning rate and decay, in the order of the model."""
+    named = {name: parameter for name, parameter in model.named_parameters() if name in settings}
+    groups: dict[GroupSettings, list[torch.nn.Parameter]] = {}
+    for name, parameter in named.items():
+        groups.setdefault(settings[name], []).append(parameter)
+    return named, [
+        {"params": members, "lr": setting.learning_rate, "weight_decay": setting.weight_decay}
+        for setting, members in groups.items()
+    ]
+
+
+class LearningRates:
+    """Scales the learning rates that an optimizer was made with."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def scale(self, factor: float) -> None:
+        """Set every group's rate to its peak times `factor`."""
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor

@@ -1,0 +1,127 @@
+"""What a block keeps between forward and backward, decided for each block from outside the model.
+
+The models call `gradient_checkpointing_func(block, *inputs)` for every block (diffusers'
+`enable_gradient_checkpointing`); here it is given a function that applies the block's policy. Only activations are ever
+moved or dropped, never parameters.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flowshard.config import ActivationPolicy, MemoryConfig
+from flowshard.errors import UserError
+from flowshard.memory.storages import storage_id
+
+_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "npu::npu_fusion_attention",
+)
+"""The operators whose results `selective` keeps; those that this build of torch has."""
+
+
+def block_policies(memory: MemoryConfig, blocks: int) -> list[ActivationPolicy]:
+    """The policy of each block in the order of execution.
+
+    Raises:
+        UserError: more blocks are named than the model has.
+    """
+    asked = memory.activations
+    if isinstance(asked, str):
+        assert asked != "auto"  # noqa: S101 - refused by load_config
+        return [asked] * blocks
+    policies: list[ActivationPolicy] = [policy for policy, count in asked.items() for _ in range(count)]
+    if len(policies) > blocks:
+        raise UserError(
+            f"memory.activations: names {len(policies)} blocks, the model has {blocks}; lower the counts in {asked}"
+        )
+    return policies + ["keep"] * (blocks - len(policies))
+
+
+def apply_activation_policies(
+    model: Any, blocks: Sequence[torch.nn.Module], policies: Sequence[ActivationPolicy], *, partitioned: bool
+) -> None:
+    """Give every block its policy.
+
+    Args:
+        model: the diffusers model that the blocks belong to.
+        blocks: all of them, in the order of execution.
+        policies: as many.
+        partitioned: whether DeepSpeed's ZeRO-3 empties parameters between their uses.
+    """
+    if all(policy == "keep" for policy in policies):
+        return
+    by_block = dict(zip(map(id, blocks), policies, strict=True))
+    # Under ZeRO-3 a frozen one-dimensional weight that the recomputation sees has been emptied again when torch
+    # compares it with what it saw in the forward pass (deepspeed < 0.19.3); the values are right all the same.
+    options: dict[str, Any] = {"determinism_check": "none"} if partitioned else {}
+    offload = InputOffload()
+
+    def run(block: torch.nn.Module, *inputs: Any) -> Any:
+        policy = by_block[id(block)]
+        if policy == "keep":
+            return block(*inputs)
+        kept: AbstractContextManager[Any] = offload.of(inputs) if policy == "offload" else nullcontext()
+        selective: dict[str, Any] = {"context_fn": _keep_attention} if policy == "selective" else {}
+        with kept:
+            return checkpoint(
+                block.__call__, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **selective
+            )
+
+    model.enable_gradient_checkpointing(run)
+
+
+def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+        _attention_first
+    )
+    return contexts
+
+
+def _attention_first(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_attention(operator: Any) -> bool:
+    """Whether a dispatched operator is attention."""
+    return isinstance(operator, torch._ops.OpOverload) and operator.name().split(".")[0] in _ATTENTION
+
+
+class InputOffload:
+    """Moves what a block got from the block before it to host memory until the backward pass.
+
+    Inputs that all blocks share (text, timestep, rotary tables) stay where they are: they are kept once anyway.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: set[int] = set()
+        self.offloaded_bytes = 0
+        """Bytes copied to host memory so far."""
+
+    def of(self, inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+        """The context in which a block is called with these inputs."""
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        own = {storage_id(tensor) for tensor in tensors} - self._earlier
+        self._earlier = {storage_id(tensor) for tensor in tensors}
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if storage_id(tensor) not in own:
+                return tensor.device, tensor
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
+            host.copy_(tensor, non_blocking=tensor.device.type != "cpu")
+            self.offloaded_bytes += host.nbytes
+            return tensor.device, host
+
+        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            device, tensor = packed
+            return tensor.to(device, non_blocking=True)
+
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return hooks

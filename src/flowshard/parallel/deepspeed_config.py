@@ -1,0 +1,89 @@
+"""The DeepSpeed config of a run: ours, with what a user's own JSON file adds. Needs no torch."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowshard.config import Config
+from flowshard.errors import UserError
+from flowshard.parallel.layout import Layout
+
+_ENGINES_OWN = ("bf16", "fp16", "amp", "torch_autocast", "data_types")
+"""Switches of precision. Ours is one rule for all strategies (`docs/layouts.md`), so these stay off."""
+_OTHERS_OWN = ("optimizer", "scheduler")
+
+
+def read_deepspeed_file(path: str | Path) -> dict[str, Any]:
+    """A user's DeepSpeed JSON.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"layout.deepspeed: {path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"layout.deepspeed: {path} is not a JSON object")
+    return value
+
+
+def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
+    """The config that `deepspeed.initialize` gets.
+
+    Raises:
+        UserError: the user's file contradicts the run; the message names the key, both values and the fix.
+    """
+    stage = int(layout.strategy.removeprefix("zero"))
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["memory_efficient_linear"] = False  # replaces torch's linear function for the whole process
+    if config.layout.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.layout.offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    fixed: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "train_batch_size": config.train.global_batch,
+        "gradient_clipping": config.train.clip_norm or 0.0,  # the engine's default is 1.0, not off
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # its own Adam would be another optimizer than the other strategies'
+        "steps_per_print": 2**31 - 1,
+        "zero_optimization": zero,
+    }
+    file = layout.deepspeed_file
+    if file is None:
+        return fixed
+    users = read_deepspeed_file(file)
+    asks_offload = users.get("activation_checkpointing", {}).get("cpu_checkpointing", False) is True
+    if asks_offload and config.memory.activations != "offload":
+        raise UserError(f"{file}: activation_checkpointing.cpu_checkpointing is on; set memory.activations=offload")
+    return _merge(fixed, users, file)
+
+
+def _merge(fixed: dict[str, Any], users: Mapping[str, Any], file: str, path: str = "") -> dict[str, Any]:
+    merged = dict(fixed)
+    for key, value in users.items():
+        name = f"{path}{key}"
+        if not path and key in _OTHERS_OWN:
+            raise UserError(f"{file}: {name} has two owners; remove it and set train.optimizer or train.schedule")
+        if not path and key in _ENGINES_OWN:
+            if value is not False and not (isinstance(value, dict) and value.get("enabled", False) in (False, "auto")):
+                raise UserError(
+                    f"{file}: {name} casts other things than model.dtype does; remove it and set model.dtype"
+                )
+            continue
+        ours = fixed.get(key)
+        if isinstance(ours, dict) and isinstance(value, Mapping):
+            merged[key] = _merge(ours, value, file, f"{name}.")
+        elif value == "auto":
+            continue
+        elif ours is not None and ours != value:
+            raise UserError(
+                f"{file}: {name} is {value!r}, the run has {ours!r}; remove it there or change the run's option"
+            )
+        else:
+            merged[key] = value
+    return merged

@@ -1,0 +1,203 @@
+"""Which strategy runs on how many processes: from the config, and from what the launcher set. Needs no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flowshard.config import Config
+from flowshard.errors import UserError
+
+SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+"""Strategies that divide state among processes."""
+
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    [
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "asgd",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+        "fusedadam",
+        "lion",
+    ]
+)
+"""Optimizers, by class name, whose update of an element depends on that element alone."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over processes."""
+
+    strategy: str
+    world: int
+    """Processes."""
+    rank: int
+    local_rank: int
+    """Place of the process on its machine."""
+    local_world: int
+    """Processes on this machine."""
+    reason: str
+    """Why this strategy, for the user."""
+    accumulation: int
+    """Micro-batches of one process in one update."""
+    shard: int
+    """Processes that divide one copy of the model among them."""
+    deepspeed_file: str | None
+    """A user's DeepSpeed JSON, from the config or from the launcher's."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Processes that work on different samples."""
+        return self.world
+
+    def positions(self, global_batch: int) -> range:
+        """The places in the global batch that this process works on."""
+        share = global_batch // self.data_parallel
+        return range(self.rank * share, (self.rank + 1) * share)
+
+
+def resolve_layout(config: Config, environment: Mapping[str, str] | None = None) -> Layout:
+    """The layout of this process.
+
+    Args:
+        config: of the run.
+        environment: of the process; set by torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`) and, with
+            what its own config file says, by `accelerate launch` (`ACCELERATE_...`, `FSDP_...`).
+
+    Raises:
+        UserError: config and launcher contradict each other, or the global batch cannot be divided.
+    """
+    environment = os.environ if environment is None else environment
+    world = int(environment.get("WORLD_SIZE", "1"))
+    strategy, reason = _strategy(config, environment, world)
+    train = config.train
+    if train.global_batch % (train.micro_batch * world):
+        legal = [number for number in range(1, world + 1) if train.global_batch % (train.micro_batch * number) == 0]
+        step = train.micro_batch * world
+        raise UserError(
+            f"train.global_batch: {train.global_batch} samples cannot be divided among {world} processes with "
+            f"train.micro_batch={train.micro_batch}; use a multiple of {step}, or {_choices(legal)} processes"
+        )
+    layout = Layout(
+        strategy=strategy,
+        world=world,
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_world=int(environment.get("LOCAL_WORLD_SIZE", str(world))),
+        reason=reason,
+        accumulation=train.global_batch // (train.micro_batch * world),
+        shard=_shard_degree(config, strategy, world),
+        deepspeed_file=config.layout.deepspeed or _launcher_deepspeed_file(environment),
+    )
+    _check_offload(config, strategy)
+    _check_optimizer(config, strategy)
+    _check_launcher(config, layout, environment)
+    return layout
+
+
+def _choices(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers)) or "fewer"
+
+
+def _strategy(config: Config, environment: Mapping[str, str], world: int) -> tuple[str, str]:
+    asked, launcher = config.layout.strategy, _launcher_strategy(environment)
+    if asked == "auto":
+        if launcher is not None:
+            return launcher, "the launcher's config asks for it"
+        if world == 1:
+            return "single", "there is one process; start several with torchrun or accelerate launch"
+        return "ddp", "every process holds the whole model; layout.strategy=zero2, zero3 or fsdp2 divides it"
+    if launcher not in (None, asked):
+        raise UserError(
+            f"layout.strategy: the config says {asked!r}, the launcher's config {launcher!r}; change one of them, or set "
+            "layout.strategy=auto"
+        )
+    if asked == "single" and world > 1:
+        raise UserError(f"layout.strategy: 'single' is one process, but {world} were started; use 'ddp' or start one")
+    if asked == "ddp" and world == 1:
+        return "single", "ddp on one process is single"
+    return asked, "the config asks for it"
+
+
+def _launcher_strategy(environment: Mapping[str, str]) -> str | None:
+    """What `accelerate launch` was configured for; None for plain data parallel or torchrun."""
+    if _on(environment, "ACCELERATE_USE_DEEPSPEED"):
+        file = _launcher_deepspeed_file(environment)
+        if file is not None:
+            from flowshard.parallel.deepspeed_config import read_deepspeed_file
+
+            stage = read_deepspeed_file(file).get("zero_optimization", {}).get("stage", 0)
+        else:
+            stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        return {"0": "ddp"}.get(str(stage), f"zero{stage}")
+    if _on(environment, "ACCELERATE_USE_FSDP"):
+        version = environment.get("FSDP_VERSION", "1")
+        if version != "2":
+            raise UserError(f"fsdp_version: the launcher's config asks for FSDP {version}; set fsdp_version: 2")
+        return "fsdp2"
+    return None
+
+
+def _shard_degree(config: Config, strategy: str, world: int) -> int:
+    asked = config.layout.shard
+    if asked == "auto":
+        return world if strategy in SHARDED else 1
+    if strategy != "fsdp2":
+        raise UserError(f"layout.shard: belongs to fsdp2, the strategy is {strategy!r}; set layout.shard=auto")
+    if world % asked:
+        legal = [number for number in range(1, world + 1) if world % number == 0]
+        raise UserError(f"layout.shard: {asked} does not divide {world} processes; use {_choices(legal)}")
+    return asked
+
+
+def _check_offload(config: Config, strategy: str) -> None:
+    takers = {
+        "offload_optimizer": ("zero1", "zero2", "zero3"),
+        "offload_parameters": ("zero3", "fsdp2"),
+        "deepspeed": ("zero1", "zero2", "zero3"),
+    }
+    for option, strategies in takers.items():
+        if getattr(config.layout, option) and strategy not in strategies:
+            raise UserError(f"layout.{option}: needs the strategy {' or '.join(strategies)}, not {strategy!r}")
+
+
+def _check_optimizer(config: Config, strategy: str) -> None:
+    """Engines flatten or slice parameters, so an update must not look at more than one element."""
+    name = config.train.optimizer
+    if strategy in SHARDED and name.rpartition(".")[2].lower() not in ELEMENTWISE_OPTIMIZERS:
+        raise UserError(
+            f"train.optimizer: {name} is not known to work element by element, which {strategy} needs; use adamw or "
+            "layout.strategy=ddp"
+        )
+
+
+def _launcher_deepspeed_file(environment: Mapping[str, str]) -> str | None:
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    return None if file.lower() in ("none", "") or not _on(environment, "ACCELERATE_USE_DEEPSPEED") else file
+
+
+def _check_launcher(config: Config, layout: Layout, environment: Mapping[str, str]) -> None:
+    """Refuse an accelerate config that says something else about precision, accumulation or clipping."""
+    precision = {"bf16": "bfloat16", "fp16": "float16"}.get(environment.get("ACCELERATE_MIXED_PRECISION", "no"))
+    if precision not in (None, config.model.dtype):
+        raise UserError(
+            f"model.dtype: the config says {config.model.dtype!r}, the launcher's mixed_precision {precision!r}; change "
+            "one of them"
+        )
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", "auto", str(layout.accumulation)):
+        raise UserError(
+            f"gradient_accumulation_steps: the launcher's config says {steps}, but train.global_batch "
+            f"{config.train.global_batch} / (train.micro_batch {config.train.micro_batch} * {layout.world} processes) "
+            f"gives {layout.accumulation}; remove it from the launcher's config"
+        )
+
+
+def _on(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "false").lower() in ("1", "true", "yes")

@@ -1,0 +1,106 @@
+"""ZeRO-1, 2 and 3: optimizer state, gradients and parameters divided by DeepSpeed."""
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flowshard.parallel.strategies.base import GroupSettings, LearningRates, OptimizerFactory, Strategy, grouped
+
+
+class DeepSpeed(Strategy):
+    """One engine of DeepSpeed."""
+
+    def __init__(self, device: torch.device, *, config: dict[str, Any]) -> None:
+        """Import DeepSpeed.
+
+        Args:
+            device: of this process.
+            config: from `deepspeed_config`.
+        """
+        super().__init__(device)
+        self._config = config
+        self._stage: int = config["zero_optimization"]["stage"]
+        if device.type == "cpu":
+            _skip_shared_memory_build()
+        import deepspeed
+
+        self._deepspeed = deepspeed
+        # Takes over our process group; until then its collectives see one process.
+        deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+    def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # Under ZeRO-3 the unit is divided, and moved to the device, as soon as it is complete.
+        return value if self._stage == 3 else super().place(parameter, value)
+
+    def settle(self, unit: torch.nn.Module) -> None:
+        if self._stage == 3:
+            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._config)
+
+    def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
+        self._unwrapped = model
+        self._trained, groups = grouped(model, settings)
+        self._reached: set[str] = set()
+        self._hooks = [
+            parameter.register_hook(lambda _, name=name: self._reached.add(name))
+            for name, parameter in self._trained.items()
+        ]
+        self._unused: list[str] = []
+        self.model, self._optimizer, _, _ = self._deepspeed.initialize(
+            model=model, optimizer=optimizer(groups), config=self._config, dist_init_required=False
+        )
+        self._engine: Any = self.model
+        self._rates = LearningRates(self._optimizer)
+        self._ready_to_step = False
+
+    def micro_batch(self, *, last: bool) -> Any:
+        if self._ready_to_step:  # the engine counts micro-batches by calls of its step, all but the last do nothing
+            self._engine.step()
+        self._ready_to_step = not last
+        return super().micro_batch(last=last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, factor: float) -> float:
+        self._unused = [name for name in self._trained if name not in self._reached]
+        self._reached.clear()
+        self._rates.scale(factor)
+        self._engine.step()  # leaves out the update if the norm is not finite
+        norm = self._engine.get_global_grad_norm()
+        value = float(norm) if norm is not None else math.nan
+        return value if value >= 0 else math.inf  # -1 stands for a norm that is not finite
+
+    def parameters(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = self._unwrapped.state_dict(keep_vars=True)
+        for name in names:
+            tensor = tensors[name]
+            if not hasattr(tensor, "ds_id"):
+                yield name, tensor.detach()
+                continue
+            with self._deepspeed.zero.GatheredParameters([tensor]):
+                full = tensor.detach().clone()
+            yield name, full
+
+    def trained_names(self) -> list[str]:
+        return list(self._trained)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in self._trained.items():
+            yield name, safe_get_full_grad(parameter)
+
+    def without_gradient(self) -> list[str]:
+        return self._unused
+
+
+def _skip_shared_memory_build() -> None:
+    """Keep DeepSpeed from compiling an operator for collectives within one machine, which needs a compiler and 20 s.
+
+    `deepspeed.comm.torch.build_shm_op` is private; `tests/test_deepspeed.py` fails when it changes.
+    """
+    module: Any = importlib.import_module("deepspeed.comm.torch")
+    module.build_shm_op = lambda: None

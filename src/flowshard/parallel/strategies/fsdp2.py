@@ -1,0 +1,67 @@
+"""Parameters, gradients and optimizer state divided block by block (torch's `fully_shard`)."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flowshard.parallel.strategies.plain import PlainStrategy
+
+
+class FullyShardedDataParallel2(PlainStrategy):
+    """FSDP2, with HSDP (copies of a divided model) where fewer than all processes divide it."""
+
+    def __init__(self, device: torch.device, *, clip_norm: float | None, world: int, shard: int, offload: bool) -> None:
+        """Make the mesh.
+
+        Args:
+            device: of this process.
+            clip_norm: largest gradient norm, or None.
+            world: processes.
+            shard: of them, how many divide one copy of the model.
+            offload: keep parameters, gradients and optimizer state in host memory between their uses.
+        """
+        super().__init__(device, clip_norm=clip_norm)
+        if shard == world:
+            self._mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        else:
+            self._mesh = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
+        self._offload = offload
+
+    def shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
+        pinned = self.device.type != "cpu"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if self._offload else OffloadPolicy()
+        for unit in (*units, model):
+            fully_shard(unit, mesh=self._mesh, offload_policy=policy)
+
+    def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(parameter, DTensor):
+            return super().place(parameter, value)
+        # Every process cuts its own part out of the full value: nothing is sent.
+        part = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        # A part may be a view of the full value, or of the file; it must not keep that alive.
+        local = part.to_local().clone(memory_format=torch.contiguous_format)
+        local = local.to("cpu" if self._offload else self.device)
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        model: Any = self.model
+        assert isinstance(model, FSDPModule)  # noqa: S101
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        local: Any = tensor.to(self.device) if self._offload else tensor
+        full: torch.Tensor = local.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full

@@ -1,0 +1,1 @@
+"""`flowshard parity`: one config under several layouts, compared number by number."""

@@ -1,0 +1,172 @@
+"""Compares traces with the first one and names the first thing that differs."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from flowshard.parity.trace import GRADIENT_STEPS
+
+SMALL_GRADIENT = 1e-6
+"""A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
+
+LATER_GRADIENTS = 10
+"""Gradients after an update may differ by so many times more than those before the first."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest differences that count as equal. Tensors: norm of the difference over the norm."""
+
+    loss: float
+    tensors: float | None
+    """None: not compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one case against the reference."""
+
+    quantity: str
+    """`samples`, `latents`, `noise`, `sigma`, `loss`, `gradient`, `gradient norm` or `weights`."""
+    place: str
+    """Step, position, tensor."""
+    error: float
+    bound: float
+
+    @property
+    def excessive(self) -> bool:
+        """Whether it is more than rounding."""
+        return not self.error <= self.bound  # so that a NaN counts
+
+
+def read_steps(trace: Path) -> list[dict[str, Any]]:
+    """The steps of a trace, with the samples of all its processes.
+
+    Raises:
+        ValueError: two processes disagree about a sample that both had.
+    """
+    steps: list[dict[str, Any]] = []
+    for file in sorted(trace.glob("rank-*.json")):
+        for number, step in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+            if number == len(steps):
+                steps.append({**step, "samples": {}})
+            for position, sample in step["samples"].items():
+                earlier = steps[number]["samples"].setdefault(int(position), sample)
+                if earlier != sample:
+                    what = next(key for key in sample if sample[key] != earlier[key])
+                    raise ValueError(f"step {number + 1}, position {position}: processes disagree on {what}")
+    return steps
+
+
+def compare(reference: Path, other: Path, bounds: Bounds) -> list[Difference]:
+    """All quantities in the order in which a run produces them; each with its largest difference.
+
+    Args:
+        reference: trace of the first layout.
+        other: trace of another.
+        bounds: what counts as equal.
+    """
+    differences: list[Difference] = []
+    ours, theirs = read_steps(reference), read_steps(other)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        place = f"step {number + 1}"
+        for key, quantity in (("row", "samples"), ("latents", "latents"), ("noise", "noise"), ("sigma", "sigma")):
+            differences.append(_draws(a["samples"], b["samples"], key, quantity, place))
+        differences.append(Difference("loss", place, _relative(b["loss"], a["loss"]), bounds.loss))
+        if bounds.tensors is None:
+            continue
+        if number in GRADIENT_STEPS:
+            name = f"gradients-{number}.safetensors"
+            # AdamW turns rounding of a gradient near zero into a whole step, which the next gradients show.
+            bound = bounds.tensors * (1 if number == 0 else LATER_GRADIENTS)
+            differences.append(_gradients(load_file(reference / name), load_file(other / name), place, bound))
+        norm_error = _relative(b["grad_norm"], a["grad_norm"])
+        differences.append(Difference("gradient norm", place, norm_error, bounds.tensors))
+    if bounds.tensors is not None:
+        a, b = load_file(reference / "weights.safetensors"), load_file(other / "weights.safetensors")
+        differences.append(Difference("weights", f"after step {len(ours)}", _distance(b, a), bounds.tensors))
+    return differences
+
+
+def _draws(a: Mapping[int, Any], b: Mapping[int, Any], key: str, quantity: str, place: str) -> Difference:
+    if a.keys() != b.keys():
+        return Difference(quantity, f"{place}, {len(b)} samples instead of {len(a)}", math.inf, 0.0)
+    wrong = [position for position in sorted(a) if a[position][key] != b[position][key]]
+    where = f"{place}, position {wrong[0]}" if wrong else place
+    return Difference(quantity, where, math.inf if wrong else 0.0, 0.0)
+
+
+def _gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], place: str, bound: float) -> Difference:
+    """The tensor with the largest error, and its error."""
+    if a.keys() != b.keys():
+        missing = sorted(a.keys() ^ b.keys())
+        return Difference("gradient", f"{place}, {missing[0]} is missing", math.inf, bound)
+    whole = _norm(a)
+    worst, where = 0.0, ""
+    for name, expected in a.items():
+        own = float(expected.double().norm())
+        scale = own if own >= SMALL_GRADIENT * whole else whole
+        error = float((b[name].double() - expected.double()).norm()) / scale if scale else float(b[name].abs().max())
+        if not error <= worst:
+            worst, where = error, name
+    return Difference("gradient", f"{place}, {where}" if where else place, worst, bound)
+
+
+def gradient_warnings(trace: Path) -> list[str]:
+    """Gradients that are zero, not a number or infinite, whether or not the layouts agree on them."""
+    lines = []
+    for step in GRADIENT_STEPS:
+        file = trace / f"gradients-{step}.safetensors"
+        if not file.is_file():
+            continue
+        gradients = load_file(file)
+        zero = [name for name, value in gradients.items() if not value.any()]
+        broken = [name for name, value in gradients.items() if not bool(torch.isfinite(value).all())]
+        expected = step == 0 and zero and all(".lora_A." in name for name in zero)
+        if zero and not expected:
+            lines.append(f"step {step + 1}: the gradient is zero for {_some(zero)}")
+        if broken:
+            lines.append(f"step {step + 1}: the gradient is NaN or infinite for {_some(broken)}")
+    return lines
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _relative(found: float, expected: float) -> float:
+    return abs(found - expected) / abs(expected) if expected else abs(found)
+
+
+def _norm(tensors: Mapping[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(value.double().square().sum()) for value in tensors.values()))
+
+
+def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    if found.keys() != expected.keys():
+        return math.inf
+    difference = {name: found[name].double() - expected[name].double() for name in expected}
+    return _norm(difference) / (_norm(expected) or 1.0)
+
+
+def worst_by_quantity(differences: list[Difference]) -> dict[str, Difference]:
+    """Of each quantity the largest difference relative to its bound."""
+    worst: dict[str, Difference] = {}
+    for one in differences:
+        held = worst.get(one.quantity)
+        if held is None or not one.error <= held.error:
+            worst[one.quantity] = one
+    return worst
+
+
+def to_json(differences: list[Difference]) -> list[dict[str, Any]]:
+    """For `--json`; infinite errors become null."""
+    rows = [{**asdict(one), "excessive": one.excessive} for one in differences]
+    return [{**row, "error": row["error"] if math.isfinite(row["error"]) else None} for row in rows]

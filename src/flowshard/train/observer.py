@@ -1,0 +1,22 @@
+"""What a run shows to whoever watches it; `flowshard parity` does."""
+
+from flowshard.parallel.strategies import Strategy
+from flowshard.train.batches import MicroBatch
+
+
+class Observer:
+    """Sees nothing. A subclass overrides what it wants to see; its methods are called on every process."""
+
+    def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
+        """A micro-batch of this process before its forward pass; what is returned goes through the model."""
+        del step
+        return batch
+
+    def backward_done(self, step: int, strategy: Strategy) -> None:
+        """All gradients of a step are there and no update has been made."""
+
+    def step_done(self, step: int, loss: float, gradient_norm: float) -> None:
+        """An update has been made."""
+
+    def run_done(self, strategy: Strategy) -> None:
+        """The last update has been made and saved."""

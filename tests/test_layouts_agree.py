@@ -1,0 +1,153 @@
+"""One run, any layout, one loss curve: several processes against one, through `flowshard parity`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowshard.config_file import dump_config
+from flowshard.errors import RunError
+from flowshard.parity.command import ParityOptions, parity
+from tests import runs
+from tests.conftest import REPOSITORY
+
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
+POLICIES = ("keep", "recompute", "selective", "offload")
+SMALL = ["data.height=32", "data.width=32", "data.frames=5", "model.dtype=float32"]
+
+
+def _options(tiny: Path, layouts: list[str], *overrides: str, **changes: object) -> ParityOptions:
+    options = {
+        "config": str(REPOSITORY / "examples/wan_lora.yaml"),
+        "overrides": [
+            f"model.path={tiny}",
+            f"data.metadata={REPOSITORY / 'examples/data/bunny/metadata.csv'}",
+            *SMALL,
+            *overrides,
+        ],
+        "layouts": layouts,
+        "steps": 3,
+        "tolerance": None,
+        "json": None,
+        "layers": None,
+        "fault": None,
+    }
+    return ParityOptions(**{**options, **changes})  # type: ignore[arg-type]
+
+
+def _grid(both: bool) -> list[str]:
+    """All strategies with all policies; accumulation 1 and 2 in turn, or both for each."""
+    cases = []
+    for i, strategy in enumerate(STRATEGIES):
+        for j, policy in enumerate(POLICIES):
+            for micro in (1, 2) if both else ((i + j) % 2 + 1,):
+                cases.append(f"{strategy}:2,activations={policy},micro_batch={micro}")
+    return cases
+
+
+METHODS = {
+    "lora": ("lora.targets=[q]", "lora.rank=8"),
+    "full": ("train.method=full", "lora.targets=null", "train.learning_rate=1e-5"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_strategy_and_policy_equals_one_process(
+    tiny: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["zero1:2,activations=offload", "single,activations=selective,micro_batch=2"]
+    parity(_options(tiny, ["single", *_grid(both=False), *extra], *METHODS[method]))
+    assert "all layouts agree" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_strategy_policy_and_accumulation_equals_one_process(tiny: Path, method: str) -> None:
+    parity(_options(tiny, ["single", *_grid(both=True)], *METHODS[method]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_four_processes_offload_and_hsdp_equal_one_process(tiny: Path, method: str) -> None:
+    layouts = ["single", "ddp:4", "zero2:4", "zero3:4,activations=offload", "fsdp2:4", "fsdp2:4,shard=2"]
+    offload = ["zero2:2,offload_optimizer=true", "zero3:2,offload_parameters=true", "fsdp2:2,offload_parameters=true"]
+    parity(_options(tiny, [*layouts, *offload], *METHODS[method]))
+
+
+@pytest.mark.slow
+def test_zero3_follows_zero2_in_bfloat16_over_twenty_steps(tiny: Path) -> None:
+    layouts = ["zero2:2", "zero3:2,activations=offload"]
+    parity(_options(tiny, layouts, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
+
+
+def test_a_disturbed_noise_is_found_and_named_first(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "parity.json"
+    with pytest.raises(RunError, match="the layouts differ; first: ddp:2: noise at step 1, position 2"):
+        parity(_options(tiny, ["single", "ddp:2"], fault="noise@1", json=file, layers=1, steps=1))
+    rows = json.loads(file.read_text())["layouts"]["ddp:2"]
+    assert {row["quantity"]: row["excessive"] for row in rows}["samples"] is False
+    assert {row["quantity"]: row["excessive"] for row in rows}["loss"] is True
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flowshard", "train"],
+        ["accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml", "-m", "flowshard", "train"],
+    ],
+)
+def test_both_launchers_train_and_save_what_one_process_saves(
+    tiny: Path, clips: Path, tmp_path: Path, launch: list[str]
+) -> None:
+    single = runs.config(tiny, clips, tmp_path / "single", "train.modules=[proj_out]")
+    expected = runs.weights(runs.run(single))
+    output = tmp_path / "divided"
+    options = [f"output={output}", "memory.activations=offload", "save.every=2"]
+    if launch[0] == "torch.distributed.run":
+        options.append("layout.strategy=zero3")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, str(Path(single.output, "config.yaml")), *options],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "layout      zero3, 2 processes" in done.stdout
+    checkpoints = sorted((output / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-00000002", "step-00000003"]
+    assert runs.distance(runs.weights(checkpoints[-1]), expected) < 1e-5
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in runs.metrics(single)], rel=1e-6)
+
+
+def test_a_file_that_only_one_process_reads_ends_all_with_its_message(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    """Seven samples on two processes, accumulation 3, one clip broken, encoded at every step."""
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = ["video,prompt"]
+    for number in range(7):
+        name = f"{number}.mp4"
+        (data / name).symlink_to(clips / f"clip_{number % 5}.mp4")
+        rows.append(f"{name},clip {number}")
+    (data / "6.mp4").unlink()
+    (data / "6.mp4").write_bytes(b"not a clip")
+    (data / "metadata.csv").write_text("\n".join(rows))
+    config = runs.config(tiny, data, tmp_path / "run", "data.cache=off", "train.global_batch=6", "train.steps=9")
+    (tmp_path / "run.yaml").write_text(dump_config(config, {}))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "-m", "flowshard", "train", str(tmp_path / "run.yaml"), "layout.strategy=zero2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    assert "row 7 (" in done.stderr
+    assert "cannot be decoded" in done.stderr
