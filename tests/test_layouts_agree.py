@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowshard.config_file import dump_config
+from flowshard.data.order import global_batch
 from flowshard.errors import RunError
 from flowshard.parity.command import ParityOptions, parity
 from tests import runs
@@ -126,17 +127,22 @@ def test_both_launchers_train_and_save_what_one_process_saves(
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in runs.metrics(single)], rel=1e-6)
 
 
-def test_a_file_that_only_one_process_reads_ends_all_with_its_message(tiny: Path, clips: Path, tmp_path: Path) -> None:
-    """Seven samples on two processes, accumulation 3, one clip broken, encoded at every step."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_only_one_process_reads_ends_all_with_its_message(
+    tiny: Path, clips: Path, tmp_path: Path, rank: int
+) -> None:
+    """Seven samples on two processes, accumulation 3, encoded at every step; the clip of one's last place is broken."""
+    broken = global_batch(0, 0, size=7, global_batch=6)[3 * rank + 2]
     data = tmp_path / "data"
     data.mkdir()
     rows = ["video,prompt"]
     for number in range(7):
         name = f"{number}.mp4"
-        (data / name).symlink_to(clips / f"clip_{number % 5}.mp4")
+        if number == broken:
+            (data / name).write_bytes(b"not a clip")
+        else:
+            (data / name).symlink_to(clips / f"clip_{number % 5}.mp4")
         rows.append(f"{name},clip {number}")
-    (data / "6.mp4").unlink()
-    (data / "6.mp4").write_bytes(b"not a clip")
     (data / "metadata.csv").write_text("\n".join(rows))
     config = runs.config(tiny, data, tmp_path / "run", "data.cache=off", "train.global_batch=6", "train.steps=9")
     (tmp_path / "run.yaml").write_text(dump_config(config, {}))
@@ -149,5 +155,5 @@ def test_a_file_that_only_one_process_reads_ends_all_with_its_message(tiny: Path
         timeout=240,
     )
     assert done.returncode != 0
-    assert "row 7 (" in done.stderr
+    assert f"row {broken + 1} (" in done.stderr
     assert "cannot be decoded" in done.stderr

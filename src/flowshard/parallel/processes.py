@@ -14,7 +14,7 @@ import torch.distributed
 
 from flowshard.config import Config
 from flowshard.device import resolve_device
-from flowshard.errors import RunError
+from flowshard.errors import RunError, UserError
 from flowshard.parallel.layout import Layout
 
 dist: Any = torch.distributed
@@ -164,6 +164,9 @@ def run_together(layout: Layout, config: Config, work: Callable[[Processes], T])
         result = work(processes)
     except Exception as error:
         processes.fail(str(error))
+        if isinstance(error, UserError) and layout.local_rank != 0:
+            # Found at work, so perhaps by this process alone; the command line leaves other mistakes to the first one.
+            raise RunError(f"rank {layout.rank}: {error}") from None
         if isinstance(error, RuntimeError) and layout.world > 1 and _is_lost_contact(error):
             reason = " ".join(str(error).split())[:300]
             raise RunError(
