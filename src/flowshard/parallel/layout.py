@@ -197,6 +197,51 @@ def _check_launcher(config: Config, layout: Layout, environment: Mapping[str, st
             f"{config.train.global_batch} / (train.micro_batch {config.train.micro_batch} * {layout.world} processes) "
             f"gives {layout.accumulation}; remove it from the launcher's config"
         )
+    _check_launcher_memory(config, environment)
+    clipping = environment.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+    if clipping not in ("none", "auto") and float(clipping) != (config.train.clip_norm or 0.0):
+        raise UserError(
+            f"gradient_clipping: the launcher's config says {clipping}, train.clip_norm is {config.train.clip_norm}; "
+            "change one of them"
+        )
+
+
+def _check_launcher_memory(config: Config, environment: Mapping[str, str]) -> None:
+    """Refuse what the launcher's config asks to offload or recompute and ours does not."""
+    deepspeed, fsdp = _on(environment, "ACCELERATE_USE_DEEPSPEED"), _on(environment, "ACCELERATE_USE_FSDP")
+
+    def device(name: str) -> bool:
+        return deepspeed and environment.get(name, "none") in ("cpu", "nvme")
+
+    recomputes = config.memory.activations != "keep"
+    for asked, given, key, fix in (
+        (
+            device("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
+            config.layout.offload_optimizer,
+            "offload_optimizer_device",
+            "layout.offload_optimizer=true",
+        ),
+        (
+            device("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+            config.layout.offload_parameters,
+            "offload_param_device",
+            "layout.offload_parameters=true",
+        ),
+        (
+            fsdp and _on(environment, "FSDP_OFFLOAD_PARAMS"),
+            config.layout.offload_parameters,
+            "fsdp_offload_params",
+            "layout.offload_parameters=true",
+        ),
+        (
+            fsdp and _on(environment, "FSDP_ACTIVATION_CHECKPOINTING"),
+            recomputes,
+            "fsdp_activation_checkpointing",
+            "memory.activations=recompute",
+        ),
+    ):
+        if asked and not given:
+            raise UserError(f"{key}: the launcher's config asks for it and the run's does not; set {fix}, or remove it")
 
 
 def _on(environment: Mapping[str, str], name: str) -> bool:
