@@ -342,6 +342,7 @@ LATER = {
     "lora.init_from": "lora.safetensors",
     "lora.preset": ["lora.safetensors"],
     "objective.guidance": 3.5,
+    "layout.shard": 2,
     "layout.sequence": 2,
     "layout.ulysses": 2,
     "layout.ring": 2,

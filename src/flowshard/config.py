@@ -265,6 +265,7 @@ AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "lora.init_from": (None,),
     "lora.preset": ([],),
     "objective.guidance": ("auto",),
+    "layout.shard": ("auto",),
     "layout.sequence": (1,),
     "layout.ulysses": ("auto", 1),
     "layout.ring": ("auto", 1),
