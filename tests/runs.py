@@ -14,7 +14,7 @@ from flowshard.config_file import load_config
 from flowshard.data.dataset import Encoder, open_dataset
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes, run_together
-from flowshard.parallel.strategies import Single, Strategy
+from flowshard.parallel.strategies import LossScale, Single, Strategy
 from flowshard.train.batches import StepBatches
 from flowshard.train.build import Build, build_on_meta, fill
 from flowshard.train.inputs import RunInputs, check_inputs
@@ -63,7 +63,7 @@ def fill_model(inputs: RunInputs) -> Filled:
     """What `train` does up to the first step, on one process."""
     build = build_on_meta(inputs)
     writer = WeightsWriter(build.model, inputs.config)
-    strategy = Single(torch.device("cpu"), clip_norm=inputs.config.train.clip_norm)
+    strategy = Single(torch.device("cpu"), clip_norm=inputs.config.train.clip_norm, loss_scale=LossScale(dynamic=False))
     report = fill(build, inputs, strategy)
     strategy.start(build.model, build.settings, optimizer_factory(inputs.config))
     return Filled(build, report, strategy, writer)

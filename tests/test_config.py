@@ -295,10 +295,6 @@ def test_folder_and_other_encodings_are_no_config_file(tmp_path: Path) -> None:
             {"train.method": "full", "lora.targets": ["q"]},
             "lora.targets has no effect with train.method=full; use train.modules or train.method=lora",
         ),
-        (
-            {"model.dtype": "float16"},
-            "model.dtype: 'float16' is not available in this version; use 'bfloat16' or 'float32'",
-        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused_with_the_fix(
@@ -342,7 +338,6 @@ LATER = {
     "lora.init_from": "lora.safetensors",
     "lora.preset": ["lora.safetensors"],
     "objective.guidance": 3.5,
-    "layout.shard": 2,
     "layout.sequence": 2,
     "layout.ulysses": 2,
     "layout.ring": 2,

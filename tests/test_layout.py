@@ -63,7 +63,19 @@ def test_strategy_comes_from_the_config_or_the_launcher(
         ([], _ranks(2, **ZERO3, ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu"), "offload_optimizer_device"),
         ([], _ranks(2, **ZERO3, ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu"), "offload_param_device"),
         ([], _ranks(2, **ZERO3, ACCELERATE_GRADIENT_CLIPPING="0.5"), "says 0.5, train.clip_norm is 1.0"),
+        (["layout.strategy=fsdp2", "layout.shard=2"], _ranks(1), "layout.shard: 2 does not divide 1 processes"),
+        (["layout.strategy=ddp", "layout.shard=2"], _ranks(2), "layout.shard: belongs to fsdp2"),
         (["layout.strategy=ddp", "layout.offload_optimizer=true"], _ranks(2), "needs the strategy zero1 or zero2 or"),
+        (
+            ["layout.strategy=zero3", "layout.gather_dtype=bfloat16"],
+            _ranks(2),
+            "gather_dtype=bfloat16: needs the strat",
+        ),
+        (
+            ["layout.strategy=fsdp2", "layout.gather_dtype=bfloat16"],
+            _ranks(2),
+            "needs model.dtype=bfloat16, not 'float",
+        ),
         (["layout.strategy=zero2", "train.optimizer=torch.optim.Adafactor"], _ranks(2), "element by element"),
     ],
 )

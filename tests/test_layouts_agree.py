@@ -39,13 +39,19 @@ def _options(tiny: Path, layouts: list[str], *overrides: str, **changes: object)
     return ParityOptions(**{**options, **changes})  # type: ignore[arg-type]
 
 
-def _grid(both: bool) -> list[str]:
-    """All strategies with all policies; accumulation 1 and 2 in turn, or both for each."""
+def _grid(file: Path, *, both: bool) -> list[str]:
+    """All strategies with all policies; accumulation 1 and 2 in turn, or both for each.
+
+    Every parameter of the tiny model is below the size from which ZeRO-3 divides one by default, so here it divides all.
+    """
+    file.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
     cases = []
     for i, strategy in enumerate(STRATEGIES):
         for j, policy in enumerate(POLICIES):
             for micro in (1, 2) if both else ((i + j) % 2 + 1,):
                 cases.append(f"{strategy}:2,activations={policy},micro_batch={micro}")
+                if strategy == "zero3":
+                    cases[-1] += f",deepspeed={file}"
     return cases
 
 
@@ -57,25 +63,31 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_strategy_and_policy_equals_one_process(
-    tiny: Path, method: str, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extra = ["zero1:2,activations=offload", "single,activations=selective,micro_batch=2"]
-    parity(_options(tiny, ["single", *_grid(both=False), *extra], *METHODS[method]))
+    extra = ["zero1:2,activations=offload", "zero3:2,activations=offload", "single,activations=selective,micro_batch=2"]
+    parity(_options(tiny, ["single", *_grid(tmp_path / "ds.json", both=False), *extra], *METHODS[method]))
     assert "all layouts agree" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_every_strategy_policy_and_accumulation_equals_one_process(tiny: Path, method: str) -> None:
-    parity(_options(tiny, ["single", *_grid(both=True)], *METHODS[method]))
+def test_every_strategy_policy_and_accumulation_equals_one_process(tiny: Path, tmp_path: Path, method: str) -> None:
+    default = [f"zero3:2,activations={policy}" for policy in POLICIES]
+    parity(_options(tiny, ["single", *_grid(tmp_path / "ds.json", both=True), *default], *METHODS[method]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_four_processes_and_offload_equal_one_process(tiny: Path, method: str) -> None:
-    layouts = ["single", "ddp:4", "zero2:4", "zero3:4,activations=offload", "fsdp2:4"]
+def test_four_processes_offload_and_hsdp_equal_one_process(tiny: Path, method: str) -> None:
+    layouts = ["single", "ddp:4", "zero2:4", "zero3:4,activations=offload", "fsdp2:4", "fsdp2:4,shard=2"]
     offload = ["zero2:2,offload_optimizer=true", "zero3:2,offload_parameters=true", "fsdp2:2,offload_parameters=true"]
     parity(_options(tiny, [*layouts, *offload], *METHODS[method]))
+
+
+def test_sending_parameters_in_bfloat16_keeps_the_loss(tiny: Path) -> None:
+    layouts = ["single", "fsdp2:2", "fsdp2:2,gather_dtype=bfloat16,activations=recompute"]
+    parity(_options(tiny, layouts, *METHODS["full"], "model.dtype=bfloat16", steps=5))
 
 
 @pytest.mark.slow

@@ -1,9 +1,15 @@
 """The rules that every strategy keeps, on a model small enough to work out by hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from flowshard.parallel.strategies import GroupSettings, Single
+from flowshard.parallel.processes import Processes, run_together
+from flowshard.parallel.strategies import GroupSettings, LossScale, Single, make_strategy
+from flowshard.train.build import build_on_meta, fill, loss_function
+from flowshard.train.inputs import check_inputs
+from tests import runs
 
 CPU = torch.device("cpu")
 
@@ -19,7 +25,7 @@ class _TwoLayers(torch.nn.Module):
 
 
 def _strategy(model: torch.nn.Module, *, clip_norm: float | None, decay: float = 0.0) -> Single:
-    strategy = Single(CPU, clip_norm=clip_norm)
+    strategy = Single(CPU, clip_norm=clip_norm, loss_scale=LossScale(dynamic=False))
     settings = {name: GroupSettings(0.1, decay) for name in ("used", "unused")}
     strategy.start(model, settings, torch.optim.SGD)
     return strategy
@@ -59,6 +65,32 @@ def test_nothing_is_updated_when_the_gradient_is_no_number(broken: float) -> Non
     assert model.used.tolist() == [3.0, 4.0]
     strategy.backward((model.used**2).sum() / 2)
     assert strategy.step(1.0) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("chosen", "seen"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_blocks_are_gathered_in_the_chosen_type(
+    tiny: Path, clips: Path, tmp_path: Path, chosen: str, seen: torch.dtype
+) -> None:
+    """What a trained block computes with; the rest of the model, and what is stored, stay float32."""
+    overrides = ["layout.strategy=fsdp2", f"layout.gather_dtype={chosen}", "train.method=full", "model.dtype=bfloat16"]
+    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", *overrides))
+    batch = next(runs.batches(check_inputs(runs.config(tiny, clips, tmp_path / "one"))).micro_batches(0))
+    used: dict[str, torch.dtype] = {}
+
+    def work(processes: Processes) -> None:
+        build = build_on_meta(inputs)
+        strategy = make_strategy(inputs.config, processes)
+        fill(build, inputs, strategy)
+        strategy.start(build.model, build.settings, torch.optim.SGD)
+        for name in ("blocks.1.attn1.to_q", "proj_out"):
+            layer = build.model.get_submodule(name)
+            layer.register_forward_hook(lambda layer, *_, name=name: used.update({name: layer.weight.dtype}))
+        loss_function(inputs.family, dtype=torch.bfloat16, device=CPU)(strategy.model, batch.tensors())
+        stored = dict(strategy.parameters(strategy.trained_names()))
+        assert stored["blocks.1.attn1.to_q.weight"].dtype == torch.float32
+
+    run_together(inputs.layout, inputs.config, work)
+    assert used == {"blocks.1.attn1.to_q": seen, "proj_out": torch.float32}
 
 
 def test_names_and_values_are_those_of_the_plain_model() -> None:

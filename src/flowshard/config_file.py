@@ -250,8 +250,6 @@ def _check_conflicts(config: Config) -> None:
         )
     if train.method == "full" and config.lora.targets is not None:
         raise UserError("lora.targets has no effect with train.method=full; use train.modules or train.method=lora")
-    if config.model.dtype == "float16":
-        raise UserError("model.dtype: 'float16' is not available in this version; use 'bfloat16' or 'float32'")
 
 
 def _divisors(number: int) -> str:

@@ -35,6 +35,16 @@ def resolve_device(name: str, *, option: str = "device") -> torch.device:
     return torch.device(kind, number) if kind != "cpu" else torch.device("cpu")
 
 
+def check_dtype(device: torch.device, dtype: str) -> None:
+    """Refuse a `model.dtype` that the device does not train in.
+
+    Raises:
+        UserError: float16 on the CPU.
+    """
+    if dtype == "float16" and device.type == "cpu":
+        raise UserError("model.dtype: 'float16' is not trained on the CPU; use bfloat16 or float32, or device=cuda")
+
+
 def _count(kind: str) -> int:
     if kind == "cpu":
         return 1

@@ -1,7 +1,9 @@
 """The DeepSpeed config of a run: ours, with what a user's own JSON file adds. Needs no torch."""
 
 import json
+import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,45 @@ from flowshard.parallel.layout import Layout
 
 _ENGINES_OWN = ("bf16", "fp16", "amp", "torch_autocast", "data_types")
 """Switches of precision. Ours is one rule for all strategies (`docs/layouts.md`), so these stay off."""
+_SUPPORTED, _OLDEST = (0, 19, 2), (0, 16, 9)
+"""Releases from which all strategies work, and from which ZeRO-3 trains LoRA in float32."""
 _OTHERS_OWN = ("optimizer", "scheduler")
+
+
+def check_deepspeed(config: Config, layout: Layout) -> None:
+    """Refuse what the installed release of DeepSpeed cannot do.
+
+    Raises:
+        UserError: it is not installed, or too old for the run.
+    """
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        raise UserError(
+            f"layout.strategy: {layout.strategy} needs DeepSpeed, which is not installed; install flowshard[deepspeed] or "
+            "use layout.strategy=fsdp2"
+        ) from None
+    if _numbers(installed) >= _SUPPORTED:
+        return
+    needed = ".".join(map(str, _SUPPORTED))
+    if _numbers(installed) < _OLDEST:
+        raise UserError(f"layout.strategy: deepspeed {installed} is too old; install deepspeed>={needed}")
+    # Measured with 0.16.9 and 0.18.9 on torch 2.13: the first update of stages 1 and 2 fails ("Output 0 of Split is a
+    # view"), and so do parameters of several types.
+    if layout.strategy != "zero3":
+        raise UserError(
+            f"layout.strategy: {layout.strategy} does not work with deepspeed {installed}; install deepspeed>={needed} or "
+            "use layout.strategy=zero3, fsdp2 or ddp"
+        )
+    if config.model.dtype != "float32" or config.train.method != "lora":
+        raise UserError(
+            f"layout.strategy: with deepspeed {installed}, zero3 trains LoRA with model.dtype=float32 alone; install "
+            f"deepspeed>={needed} or use layout.strategy=fsdp2"
+        )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:3])
 
 
 def read_deepspeed_file(path: str | Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def resolve_layout(config: Config, environment: Mapping[str, str] | None = None)
         shard=_shard_degree(config, strategy, world),
         deepspeed_file=config.layout.deepspeed or _launcher_deepspeed_file(environment),
     )
-    _check_offload(config, strategy)
+    _check_engine_options(config, strategy)
     _check_optimizer(config, strategy)
     _check_launcher(config, layout, environment)
     return layout
@@ -156,15 +156,18 @@ def _shard_degree(config: Config, strategy: str, world: int) -> int:
     return asked
 
 
-def _check_offload(config: Config, strategy: str) -> None:
-    takers = {
-        "offload_optimizer": ("zero1", "zero2", "zero3"),
-        "offload_parameters": ("zero3", "fsdp2"),
-        "deepspeed": ("zero1", "zero2", "zero3"),
-    }
-    for option, strategies in takers.items():
-        if getattr(config.layout, option) and strategy not in strategies:
+def _check_engine_options(config: Config, strategy: str) -> None:
+    layout = config.layout
+    for option, asked, strategies in (
+        ("offload_optimizer", layout.offload_optimizer, ("zero1", "zero2", "zero3")),
+        ("offload_parameters", layout.offload_parameters, ("zero3", "fsdp2")),
+        ("deepspeed", layout.deepspeed, ("zero1", "zero2", "zero3")),
+        ("gather_dtype=bfloat16", layout.gather_dtype != "auto", ("fsdp2",)),
+    ):
+        if asked and strategy not in strategies:
             raise UserError(f"layout.{option}: needs the strategy {' or '.join(strategies)}, not {strategy!r}")
+    if layout.gather_dtype == "bfloat16" and config.model.dtype != "bfloat16":
+        raise UserError(f"layout.gather_dtype: 'bfloat16' needs model.dtype=bfloat16, not {config.model.dtype!r}")
 
 
 def _check_optimizer(config: Config, strategy: str) -> None:

@@ -10,7 +10,7 @@ from flowshard.errors import RunError, UserError
 from flowshard.parity.cases import Case, case_config, parse_case
 from flowshard.parity.launch import trace_cases
 
-_BOUNDS = {"float32": (1e-6, 10.0), "bfloat16": (1e-3, None)}
+_BOUNDS = {"float32": (1e-6, 10.0), "bfloat16": (1e-3, None), "float16": (1e-3, None)}
 """Type to (bound of the loss, bound of tensors as a multiple of it)."""
 
 

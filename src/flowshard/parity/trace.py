@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +21,34 @@ from safetensors.torch import save_file
 from flowshard.cli import exit_status
 from flowshard.config_file import load_config
 from flowshard.libraries import quiet_libraries
+from flowshard.objective.randomness import generator
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.strategies import Strategy
 from flowshard.train.batches import MicroBatch
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
-from flowshard.train.observer import Observer
+from flowshard.train.observer import NewWeights, Observer
 
-GRADIENT_STEPS = (0, 1)
-"""Steps whose gradients are written. The second as well, as the first factor of a LoRA has none before."""
+GRADIENTS, WEIGHTS = "gradients.safetensors", "weights.safetensors"
+"""Gradients of the first step, and weights after the last."""
+_SPREAD = 0.01
+"""Standard deviation that the second factors of adapters start with. With zeros, as in a run, the first factors would
+have no gradient in the first step, and in the second AdamW has already turned rounding into whole steps."""
 _FAULT = 1e-3
 """What a deliberate fault adds to one process's noise."""
 
 
 @dataclass
 class Tracer(Observer):
-    """Writes `rank-R.json`, and on the main process `gradients-S.safetensors` and `weights.safetensors`."""
+    """Writes `rank-R.json`, and on the main process `gradients.safetensors` and `weights.safetensors`."""
 
     folder: Path
     rank: int
     fault_rank: int | None
     _steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def new_weights(self, values: NewWeights) -> NewWeights:
+        return {name: partial(_spread, name, make) if ".lora_B." in name else make for name, make in values.items()}
 
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
         if self.rank == self.fault_rank:
@@ -56,20 +65,25 @@ class Tracer(Observer):
         return batch
 
     def backward_done(self, step: int, strategy: Strategy) -> None:
-        if step in GRADIENT_STEPS:
-            self._write(f"gradients-{step}", dict(strategy.gradients()))
+        if step == 0:
+            self._write(GRADIENTS, dict(strategy.gradients()))
 
-    def step_done(self, step: int, loss: float, gradient_norm: float) -> None:
-        self._steps[step].update(loss=loss, grad_norm=gradient_norm)
+    def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
+        self._steps[step].update(loss=loss, grad_norm=gradient_norm, missing=strategy.without_gradient())
 
     def run_done(self, strategy: Strategy) -> None:
-        self._write("weights", dict(strategy.parameters(strategy.trained_names())))
+        self._write(WEIGHTS, dict(strategy.parameters(strategy.trained_names())))
         (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(self._steps), encoding="utf-8")
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         if self.rank == 0:
             copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()}
-            save_file(copies, self.folder / f"{name}.safetensors")
+            save_file(copies, self.folder / name)
+
+
+def _spread(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    zeros = make()
+    return torch.randn(zeros.shape, generator=generator(0, "parity", name)) * _SPREAD
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ class Build:
     policies: list[ActivationPolicy]
     settings: dict[str, GroupSettings]
     """Of every trained parameter, by its name in the model."""
+    new: Mapping[str, Callable[[], torch.Tensor]]
+    """What makes the value of every parameter that no file has."""
 
 
 def build_on_meta(inputs: RunInputs) -> Build:
@@ -58,7 +60,8 @@ def build_on_meta(inputs: RunInputs) -> Build:
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
-    return Build(model.train(), blocks, policies, group_settings(model, config.train))
+    new = lora.initial_values(model, seed=config.seed)
+    return Build(model.train(), blocks, policies, group_settings(model, config.train), new)
 
 
 def _shortened(inputs: RunInputs, source: Path) -> dict[str, int]:
@@ -82,7 +85,7 @@ def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
         inputs.tensors,
         source=inputs.folder / TRANSFORMER_FOLDER,
         units=build.blocks,
-        new=lora.initial_values(build.model, seed=inputs.config.seed),
+        new=build.new,
         strategy=strategy,
     )
 

@@ -11,6 +11,7 @@ from flowshard.data.media import is_image
 from flowshard.data.metadata import Metadata, read_metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
+from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
 from flowshard.parallel.layout import Layout, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.weights.files import (
@@ -60,6 +61,9 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
     layout = resolve_layout(config, environment)
+    if layout.strategy.startswith("zero"):
+        check_deepspeed(config, layout)
+        deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root)
     _check_batches(config, metadata)
     folder = find_pipeline(config.model.path, option="model.path")

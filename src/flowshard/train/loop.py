@@ -8,7 +8,7 @@ import torch
 
 from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
-from flowshard.device import Stopwatch, memory_peak_bytes
+from flowshard.device import Stopwatch, check_dtype, memory_peak_bytes
 from flowshard.errors import RunError
 from flowshard.memory.estimate import estimate_memory
 from flowshard.objective.sigmas import NoiseLevels
@@ -44,6 +44,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     """
     config, layout, device, say = inputs.config, inputs.layout, processes.device, processes.say
     observer = observer or Observer()
+    check_dtype(device, config.model.dtype)
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
 
@@ -55,6 +56,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     batches = StepBatches(dataset, inputs.family, config, layout, NoiseLevels(config.objective, inputs.shift))
 
     build = build_on_meta(inputs)
+    build.new = observer.new_weights(build.new)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
     largest = batches.largest_micro_batch()
     memory = estimate_memory(build.model, loss_of, largest.tensors(), make_optimizer, build.policies, device)
@@ -73,7 +75,11 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         return folder.save_checkpoint(
             step,
             lambda partial: writer.write(partial, strategy.parameters),
-            state={"method": config.train.method, "lora": config.lora.model_dump() if inputs.adapted else None},
+            state={
+                "method": config.train.method,
+                "lora": config.lora.model_dump() if inputs.adapted else None,
+                "loss_scale": strategy.loss_scale.state(),
+            },
             keep=keep,
             processes=processes,
         )
@@ -104,7 +110,10 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             # All processes know the loss, so all leave out the update together.
             norm = strategy.step(factor) if math.isfinite(loss_value) else math.nan
             watch.lap("optimizer")
-            if not math.isfinite(norm):
+            made = math.isfinite(norm)
+            if made:
+                strategy.loss_scale.succeeded()
+            elif not (math.isfinite(loss_value) and strategy.loss_scale.lower()):
                 # These weights may be spoilt already, so no earlier checkpoint goes for them.
                 kept = save(step, config.save.keep + 1) if step > saved else checkpoint
                 places = ", ".join(inputs.metadata.describe(row) for row in batches.rows(step))
@@ -116,12 +125,12 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             seconds = watch.read()
             whole = sum(seconds.values())
             done = step + 1
-            observer.step_done(step, loss_value, norm)
+            observer.step_done(step, loss_value, norm, strategy)
             log.write(
                 StepMetrics(
                     step=done,
                     loss=loss_value,
-                    grad_norm=norm,
+                    grad_norm=norm if made else None,
                     learning_rate=config.train.learning_rate * factor,
                     samples_per_second=config.train.global_batch / whole,
                     tokens_per_second=tokens / whole,
@@ -131,6 +140,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                     seconds_backward=seconds["backward"],
                     seconds_optimizer=seconds["optimizer"],
                     memory_peak_bytes=memory_peak_bytes(device),
+                    loss_scale=strategy.loss_scale.value,
+                    skipped_updates=strategy.loss_scale.skipped,
                 )
             )
             if done == 1 and (unused := strategy.without_gradient()):

@@ -21,8 +21,8 @@ class StepMetrics:
     """From 1: updates done."""
     loss: float
     """Mean over the global batch, weights included."""
-    grad_norm: float
-    """Before clipping."""
+    grad_norm: float | None
+    """Before clipping; None if it overflowed in float16 and the update was left out."""
     learning_rate: float
     samples_per_second: float
     tokens_per_second: float
@@ -35,6 +35,10 @@ class StepMetrics:
     """Gradient norm, clipping and update."""
     memory_peak_bytes: int
     """Allocated on an accelerator, resident in the process on the CPU; the highest so far."""
+    loss_scale: float
+    """Of the next step; 1 unless `model.dtype` is float16."""
+    skipped_updates: int
+    """Updates left out so far."""
 
 
 class MetricsLog:
@@ -72,7 +76,8 @@ class MetricsLog:
             f"{metrics.seconds:.2f} s/step (data {metrics.seconds_data:.2f}, forward {metrics.seconds_forward:.2f}, "
             f"backward {metrics.seconds_backward:.2f}, optimizer {metrics.seconds_optimizer:.2f})"
         )
-        text = f"loss {metrics.loss:.4f}, learning rate {metrics.learning_rate:.2e}, {split}"
+        skipped = f", {metrics.skipped_updates} updates left out" if metrics.skipped_updates else ""
+        text = f"loss {metrics.loss:.4f}, learning rate {metrics.learning_rate:.2e}, {split}{skipped}"
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

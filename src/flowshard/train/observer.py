@@ -1,11 +1,21 @@
 """What a run shows to whoever watches it; `flowshard parity` does."""
 
+from collections.abc import Callable, Mapping
+
+import torch
+
 from flowshard.parallel.strategies import Strategy
 from flowshard.train.batches import MicroBatch
+
+NewWeights = Mapping[str, Callable[[], torch.Tensor]]
 
 
 class Observer:
     """Sees nothing. A subclass overrides what it wants to see; its methods are called on every process."""
+
+    def new_weights(self, values: NewWeights) -> NewWeights:
+        """What makes the full value of every parameter that no file has, by its name; what is returned is used."""
+        return values
 
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
         """A micro-batch of this process before its forward pass; what is returned goes through the model."""
@@ -15,7 +25,7 @@ class Observer:
     def backward_done(self, step: int, strategy: Strategy) -> None:
         """All gradients of a step are there and no update has been made."""
 
-    def step_done(self, step: int, loss: float, gradient_norm: float) -> None:
+    def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
         """An update has been made."""
 
     def run_done(self, strategy: Strategy) -> None:

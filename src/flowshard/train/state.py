@@ -71,19 +71,20 @@ class RunFolder:
         """
         final = self._checkpoints / f"step-{step:08d}"
         partial = self._checkpoints / f".{final.name}.partial"
-        failure: Exception | None = None
+        refused: Exception | None = None
         if processes.is_main:
             try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as error:
-                failure = error
-        written = write(partial if processes.is_main and failure is None else None)
+                refused = error
+        written = write(partial if processes.is_main and refused is None else None)
+        refused = refused or written
         problem = None
         if processes.is_main:
             try:
-                if failure or written:
-                    raise failure or written or OSError
+                if refused is not None:
+                    raise refused
                 (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
                 for item in [*partial.rglob("*"), partial]:
                     if item.is_file():

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flowshard.parallel.strategies.scaling import LossScale
+
 ParameterGroups = list[dict[str, object]]
+Tensors = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 
@@ -23,12 +26,24 @@ class Strategy(ABC):
     """Owns the model and the optimizer of a run.
 
     A run calls, in this order: `shard` once on the meta model, `place` for every tensor and `settle` for every unit as the
-    weights come in, `start` once, and then for every step forward and `backward` within `micro_batch`, and `step`. What is collective
-    has to be called by every process.
+    weights come in, `start` once, perhaps `restore_optimizer_state`, and then for every step forward and `backward`
+    within `micro_batch`, and `step`. What is collective has to be called by every process.
     """
 
     model: torch.nn.Module
     """What the forward pass goes through, from `start` on."""
+
+    def __init__(self, device: torch.device, *, clip_norm: float | None, loss_scale: LossScale) -> None:
+        """Prepare.
+
+        Args:
+            device: of this process.
+            clip_norm: largest gradient norm, or None.
+            loss_scale: multiplies the loss in `backward` and is taken out again before the norm is computed.
+        """
+        self.device = device
+        self.clip_norm = clip_norm
+        self.loss_scale = loss_scale
 
     def shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:  # noqa: B027
         """Prepare the meta model for being divided.
@@ -45,9 +60,6 @@ class Strategy(ABC):
 
     def settle(self, unit: torch.nn.Module) -> None:  # noqa: B027
         """All parameters of a unit have their values."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
     @abstractmethod
     def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
@@ -68,13 +80,13 @@ class Strategy(ABC):
         del last
         return nullcontext()
 
+    @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of one micro-batch.
 
         Args:
             loss: its share of the process's loss: the mean over the micro-batch divided by the number of micro-batches.
         """
-        loss.backward()
 
     @abstractmethod
     def step(self, factor: float) -> float:
@@ -99,6 +111,23 @@ class Strategy(ABC):
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full gradients of the global batch by name, between the last `backward` and `step`. Collective."""
+
+    @abstractmethod
+    def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
+        """What the optimizer keeps of each trained parameter, whole, under torch's keys (`exp_avg`, `step`, ...).
+
+        One parameter at a time, in the order of `trained_names`. Collective: every process must take all of them.
+        """
+
+    @abstractmethod
+    def restore_optimizer_state(self, read: Callable[[str], Tensors], warm_up: Callable[[], torch.Tensor]) -> None:
+        """Give a fresh optimizer the state that some strategy's `optimizer_state` returned.
+
+        Args:
+            read: the state of a parameter by its name, whole, on the CPU; asked for one parameter at a time.
+            warm_up: runs some forward pass of `model` and returns its loss. For engines that make their state in a
+                first update, which is then made with a gradient of zero and a learning rate of zero.
+        """
 
     @abstractmethod
     def without_gradient(self) -> list[str]:

@@ -2,25 +2,37 @@
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flowshard.parallel.strategies.base import GroupSettings, LearningRates, OptimizerFactory, Strategy, grouped
+from flowshard.parallel.strategies.base import (
+    GroupSettings,
+    LearningRates,
+    OptimizerFactory,
+    Strategy,
+    Tensors,
+    grouped,
+)
+from flowshard.parallel.strategies.scaling import LossScale
 
 
 class DeepSpeed(Strategy):
     """One engine of DeepSpeed."""
 
-    def __init__(self, device: torch.device, *, config: dict[str, Any]) -> None:
+    def __init__(
+        self, device: torch.device, *, clip_norm: float | None, loss_scale: LossScale, config: dict[str, Any]
+    ) -> None:
         """Import DeepSpeed.
 
         Args:
             device: of this process.
+            clip_norm: largest gradient norm, or None; the engine has it from its config.
+            loss_scale: of the run.
             config: from `deepspeed_config`.
         """
-        super().__init__(device)
+        super().__init__(device, clip_norm=clip_norm, loss_scale=loss_scale)
         self._config = config
         self._stage: int = config["zero_optimization"]["stage"]
         if device.type == "cpu":
@@ -52,6 +64,7 @@ class DeepSpeed(Strategy):
             model=model, optimizer=optimizer(groups), config=self._config, dist_init_required=False
         )
         self._engine: Any = self.model
+        self._torch_optimizer: Any = self._optimizer.optimizer
         self._rates = LearningRates(self._optimizer)
         self._ready_to_step = False
 
@@ -62,6 +75,7 @@ class DeepSpeed(Strategy):
         return super().micro_batch(last=last)
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._optimizer.loss_scale = self.loss_scale.value  # the engine applies it and takes it out
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, factor: float) -> float:
@@ -91,10 +105,68 @@ class DeepSpeed(Strategy):
         from deepspeed.utils import safe_get_full_grad
 
         for name, parameter in self._trained.items():
-            yield name, safe_get_full_grad(parameter)
+            yield name, safe_get_full_grad(parameter) / self.loss_scale.value
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        _link_optimizer_state(self._optimizer)
+        scalars, shaped = _split(next(iter(self._torch_optimizer.state.values())))
+        for name, parameter in self._trained.items():
+            full = {key: safe_get_full_optimizer_state(parameter, key).view(self._shape(parameter)) for key in shaped}
+            yield name, {**scalars, **full}
+
+    def restore_optimizer_state(self, read: Callable[[str], Tensors], warm_up: Callable[[], torch.Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        for number in range(self._config["gradient_accumulation_steps"]):
+            with self.micro_batch(last=number == self._config["gradient_accumulation_steps"] - 1):
+                self.backward(warm_up() * 0.0)
+        self.step(0.0)
+        _link_optimizer_state(self._optimizer)
+        scalars: Tensors = {}
+        for name, parameter in self._trained.items():
+            scalars, full = _split(read(name))
+            for key, value in full.items():
+                if self._stage == 3:
+                    safe_set_local_optimizer_state(parameter, self._slice(parameter, value), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value.to(self.device), key)
+        # One flat tensor holds many parameters, so it has one of each; all parameters of a run are updated together.
+        for state in self._torch_optimizer.state.values():
+            for key, value in scalars.items():
+                state[key] = value.clone() if isinstance(state[key], torch.Tensor) else value.item()
+
+    def _slice(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """The part of a full value that this process holds under ZeRO-3, padded with zeros."""
+        size = parameter.ds_tensor.numel()
+        part = value.flatten()[torch.distributed.get_rank() * size :][:size]
+        return torch.nn.functional.pad(part, (0, size - part.numel())).to(self.device)
+
+    def _shape(self, parameter: Any) -> torch.Size:
+        shape: torch.Size = parameter.ds_shape if self._stage == 3 else parameter.shape
+        return shape
 
     def without_gradient(self) -> list[str]:
         return self._unused
+
+
+def _split(state: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
+    """Of what a torch optimizer keeps for a parameter: the scalars, and what is shaped like it."""
+    tensors = {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+    shaped = {key: value for key, value in tensors.items() if value.ndim}
+    return {key: value for key, value in tensors.items() if key not in shaped}, shaped
+
+
+def _link_optimizer_state(optimizer: Any) -> None:
+    """Make the state of every parameter group reachable through its parameters, for ZeRO-1 and 2.
+
+    DeepSpeed does so once, after the first group's first update, when the other groups have no state yet. The two names
+    are private; `tests/test_deepspeed.py` fails when they change.
+    """
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _skip_shared_memory_build() -> None:

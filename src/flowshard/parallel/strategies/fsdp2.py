@@ -6,37 +6,56 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flowshard.parallel.strategies.plain import PlainStrategy
+from flowshard.parallel.strategies.scaling import LossScale
 
 
 class FullyShardedDataParallel2(PlainStrategy):
     """FSDP2, with HSDP (copies of a divided model) where fewer than all processes divide it."""
 
-    def __init__(self, device: torch.device, *, clip_norm: float | None, world: int, shard: int, offload: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clip_norm: float | None,
+        loss_scale: LossScale,
+        world: int,
+        shard: int,
+        offload: bool,
+        gather_dtype: torch.dtype | None,
+    ) -> None:
         """Make the mesh.
 
         Args:
             device: of this process.
             clip_norm: largest gradient norm, or None.
+            loss_scale: of the run.
             world: processes.
             shard: of them, how many divide one copy of the model.
             offload: keep parameters, gradients and optimizer state in host memory between their uses.
+            gather_dtype: in which the blocks' parameters are sent; None for their own.
         """
-        super().__init__(device, clip_norm=clip_norm)
+        super().__init__(device, clip_norm=clip_norm, loss_scale=loss_scale)
         if shard == world:
             self._mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
         else:
             self._mesh = init_device_mesh(device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard"))
         self._offload = offload
+        self._gather_dtype = gather_dtype
 
     def shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
         pinned = self.device.type != "cpu"
         policy = CPUOffloadPolicy(pin_memory=pinned) if self._offload else OffloadPolicy()
-        for unit in (*units, model):
-            fully_shard(unit, mesh=self._mesh, offload_policy=policy)
+        # Gradients are reduced in float32 always. What is outside of the blocks is little, and models keep it precise.
+        blocks = MixedPrecisionPolicy(
+            param_dtype=self._gather_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for unit in units:
+            fully_shard(unit, mesh=self._mesh, offload_policy=policy, mp_policy=blocks)
+        fully_shard(model, mesh=self._mesh, offload_policy=policy)
 
     def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):

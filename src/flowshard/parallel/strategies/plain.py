@@ -1,20 +1,24 @@
 """Strategies whose optimizer works on parameters that autograd fills the gradients of: single, ddp and fsdp2."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from flowshard.parallel.strategies.base import GroupSettings, LearningRates, OptimizerFactory, Strategy, grouped
+from flowshard.parallel.strategies.base import (
+    GroupSettings,
+    LearningRates,
+    OptimizerFactory,
+    Strategy,
+    Tensors,
+    grouped,
+)
 
 
 class PlainStrategy(Strategy):
     """What they share. A subclass says how gradients are reduced and how a full tensor is had from a local one."""
 
-    def __init__(self, device: torch.device, *, clip_norm: float | None) -> None:
-        super().__init__(device)
-        self._clip_norm = clip_norm
-        self._without_gradient: list[str] = []
+    _without_gradient: list[str] = []
 
     def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
         self._unwrapped = model
@@ -30,14 +34,20 @@ class PlainStrategy(Strategy):
         """The whole of a tensor of which this process may hold a part. Collective."""
         return tensor
 
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss * self.loss_scale.value).backward()
+
     def step(self, factor: float) -> float:
         self._fill_gradients()
         gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
+        if self.loss_scale.value != 1.0:
+            for gradient in gradients:
+                gradient.div_(self.loss_scale.value)
         norm = torch.nn.utils.get_total_norm(gradients)
         value = float(self._full(norm))
         if math.isfinite(value):
-            if self._clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip_norm, norm)
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self.clip_norm, norm)
             self._rates.scale(factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
@@ -60,7 +70,26 @@ class PlainStrategy(Strategy):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._trained.items():
             gradient = parameter.grad
-            yield name, torch.zeros(parameter.shape) if gradient is None else self._full(gradient)
+            full = torch.zeros(parameter.shape) if gradient is None else self._full(gradient)
+            yield name, full / self.loss_scale.value
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
+        for name, parameter in self._trained.items():
+            state = self._optimizer.state[parameter]
+            yield name, {key: self._full(torch.as_tensor(value)) for key, value in state.items() if value is not None}
+
+    def restore_optimizer_state(self, read: Callable[[str], Tensors], warm_up: Callable[[], torch.Tensor]) -> None:
+        del warm_up
+        places = {id(parameter): name for name, parameter in self._trained.items()}
+        members = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        state = {}
+        for index, parameter in enumerate(members):  # the order in which torch numbers them
+            values = read(places[id(parameter)])
+            state[index] = {
+                key: self.place(parameter, value) if value.shape == parameter.shape and value.ndim else value.clone()
+                for key, value in values.items()
+            }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
     def without_gradient(self) -> list[str]:
         return self._without_gradient

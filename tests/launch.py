@@ -1,0 +1,56 @@
+"""Starting several processes from a test."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For processes that share a small machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def torchrun(
+    processes: int, module: Sequence[str], *, more: Mapping[str, str] | None = None, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run a module in several processes on this machine and wait for them."""
+    return subprocess.run(
+        [sys.executable, "-m", *local_agent(processes), "-m", *module],
+        cwd=REPOSITORY,
+        env=environment(**(more or {})),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
+def local_agent(processes: int) -> list[str]:
+    """torchrun as a module, with its options."""
+    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+
+
+def start(arguments: Sequence[str], log: Path, **more: str) -> "subprocess.Popen[str]":
+    """Start `python -m ...` in the background; everything it prints goes to `log`."""
+    with log.open("w", encoding="utf-8") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=REPOSITORY,
+            env=environment(**more),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
