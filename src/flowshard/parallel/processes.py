@@ -139,6 +139,9 @@ class Processes:
     def close(self) -> None:
         """Leave the group in good order."""
         self._ended.set()
+        if self._watch is not None:
+            # Inside a call of the store when the interpreter ends, it would take the whole process down.
+            self._watch.join()
         if dist.is_initialized():
             dist.destroy_process_group()
 
