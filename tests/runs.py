@@ -13,12 +13,12 @@ from flowshard.config import Config
 from flowshard.config_file import load_config
 from flowshard.data.dataset import Encoder, open_dataset
 from flowshard.objective.sigmas import NoiseLevels
-from flowshard.parallel.processes import Processes, run_together
+from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import LossScale, Single, Strategy
 from flowshard.train.batches import StepBatches
 from flowshard.train.build import Build, build_on_meta, fill
 from flowshard.train.inputs import RunInputs, check_inputs
-from flowshard.train.loop import train
+from flowshard.train.loop import run_training
 from flowshard.train.optimizer import optimizer_factory
 from flowshard.weights.export import WeightsWriter
 from flowshard.weights.load import LoadReport
@@ -83,7 +83,7 @@ def batches(inputs: RunInputs) -> StepBatches:
 def run(config: Config) -> Path:
     """Train in this process; the folder of the last checkpoint."""
     inputs = check_inputs(config)
-    checkpoint = run_together(inputs.layout, config, lambda processes: train(inputs, processes))
+    checkpoint = run_training(inputs)
     assert checkpoint is not None
     return checkpoint
 

@@ -20,8 +20,8 @@ POLICIES = ("keep", "recompute", "selective", "offload")
 SMALL = ["data.height=32", "data.width=32", "data.frames=5", "model.dtype=float32"]
 
 
-def _options(tiny: Path, layouts: list[str], *overrides: str, **changes: object) -> ParityOptions:
-    options = {
+def options(tiny: Path, layouts: list[str], *overrides: str, **changes: object) -> ParityOptions:
+    fields = {
         "config": str(REPOSITORY / "examples/wan_lora.yaml"),
         "overrides": [
             f"model.path={tiny}",
@@ -36,7 +36,7 @@ def _options(tiny: Path, layouts: list[str], *overrides: str, **changes: object)
         "layers": None,
         "fault": None,
     }
-    return ParityOptions(**{**options, **changes})  # type: ignore[arg-type]
+    return ParityOptions(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def _grid(file: Path, *, both: bool) -> list[str]:
@@ -66,7 +66,7 @@ def test_every_strategy_and_policy_equals_one_process(
     tiny: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = ["zero1:2,activations=offload", "zero3:2,activations=offload", "single,activations=selective,micro_batch=2"]
-    parity(_options(tiny, ["single", *_grid(tmp_path / "ds.json", both=False), *extra], *METHODS[method]))
+    parity(options(tiny, ["single", *_grid(tmp_path / "ds.json", both=False), *extra], *METHODS[method]))
     assert "all layouts agree" in capsys.readouterr().out
 
 
@@ -74,7 +74,7 @@ def test_every_strategy_and_policy_equals_one_process(
 @pytest.mark.parametrize("method", METHODS)
 def test_every_strategy_policy_and_accumulation_equals_one_process(tiny: Path, tmp_path: Path, method: str) -> None:
     default = [f"zero3:2,activations={policy}" for policy in POLICIES]
-    parity(_options(tiny, ["single", *_grid(tmp_path / "ds.json", both=True), *default], *METHODS[method]))
+    parity(options(tiny, ["single", *_grid(tmp_path / "ds.json", both=True), *default], *METHODS[method]))
 
 
 @pytest.mark.slow
@@ -82,24 +82,24 @@ def test_every_strategy_policy_and_accumulation_equals_one_process(tiny: Path, t
 def test_four_processes_offload_and_hsdp_equal_one_process(tiny: Path, method: str) -> None:
     layouts = ["single", "ddp:4", "zero2:4", "zero3:4,activations=offload", "fsdp2:4", "fsdp2:4,shard=2"]
     offload = ["zero2:2,offload_optimizer=true", "zero3:2,offload_parameters=true", "fsdp2:2,offload_parameters=true"]
-    parity(_options(tiny, [*layouts, *offload], *METHODS[method]))
+    parity(options(tiny, [*layouts, *offload], *METHODS[method]))
 
 
 def test_sending_parameters_in_bfloat16_keeps_the_loss(tiny: Path) -> None:
     layouts = ["single", "fsdp2:2", "fsdp2:2,gather_dtype=bfloat16,activations=recompute"]
-    parity(_options(tiny, layouts, *METHODS["full"], "model.dtype=bfloat16", steps=5))
+    parity(options(tiny, layouts, *METHODS["full"], "model.dtype=bfloat16", steps=5))
 
 
 @pytest.mark.slow
 def test_zero3_follows_zero2_in_bfloat16_over_twenty_steps(tiny: Path) -> None:
     layouts = ["zero2:2", "zero3:2,activations=offload"]
-    parity(_options(tiny, layouts, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
+    parity(options(tiny, layouts, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
 
 
 def test_a_disturbed_noise_is_found_and_named_first(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "parity.json"
     with pytest.raises(RunError, match="the layouts differ; first: ddp:2: noise at step 1, position 2"):
-        parity(_options(tiny, ["single", "ddp:2"], fault="noise@1", json=file, layers=1, steps=1))
+        parity(options(tiny, ["single", "ddp:2"], fault="noise@1", json=file, layers=1, steps=1))
     rows = json.loads(file.read_text())["layouts"]["ddp:2"]
     assert {row["quantity"]: row["excessive"] for row in rows}["samples"] is False
     assert {row["quantity"]: row["excessive"] for row in rows}["loss"] is True

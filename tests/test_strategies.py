@@ -89,7 +89,7 @@ def test_blocks_are_gathered_in_the_chosen_type(
         stored = dict(strategy.parameters(strategy.trained_names()))
         assert stored["blocks.1.attn1.to_q.weight"].dtype == torch.float32
 
-    run_together(inputs.layout, inputs.config, work)
+    run_together(inputs.layout, work, device_name="cpu")
     assert used == {"blocks.1.attn1.to_q": seen, "proj_out": torch.float32}
 
 

@@ -47,11 +47,10 @@ def _train(parsed: argparse.Namespace) -> None:
     inputs = check_inputs(load_config(parsed.config, parsed.overrides))
 
     from flowshard.libraries import quiet_libraries
-    from flowshard.parallel.processes import run_together
-    from flowshard.train.loop import train
+    from flowshard.train.loop import run_training
 
     quiet_libraries()
-    run_together(inputs.layout, inputs.config, lambda processes: train(inputs, processes))
+    run_training(inputs)
 
 
 def _generate(parsed: argparse.Namespace) -> None:
@@ -63,8 +62,8 @@ def _generate(parsed: argparse.Namespace) -> None:
     from flowshard.libraries import quiet_libraries
 
     quiet_libraries()
-    generate(checked)
-    sys.stdout.write(f"wrote {parsed.output}\n")
+    if generate(checked):
+        sys.stdout.write(f"wrote {parsed.output}\n")
 
 
 def _parity(parsed: argparse.Namespace) -> None:
@@ -154,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--guidance", float, 5.0, "classifier-free guidance scale; 1 turns it off"),
         ("--fps", int, 16, "frames a second of the clip"),
         ("--seed", int, 0, "seed of the initial noise"),
+        ("--sequence", int, 1, "processes, started with torchrun, that share the work"),
     )
     for flag, kind, default, text in numbers:
         generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
@@ -192,7 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write all differences there")
     parity.add_argument("--layers", type=int, metavar="N", help="use only the first N blocks of the model")
-    parity.add_argument("--fault", metavar="noise@RANK", help="disturb one process's noise on purpose, to see it found")
+    parity.add_argument(
+        "--fault",
+        metavar="FAULT",
+        help="disturb one process on purpose, to see it found: noise@RANK, output:MODULE@RANK, gradient:MODULE@RANK",
+    )
     parity.set_defaults(run=_parity)
 
     tiny = commands.add_parser(

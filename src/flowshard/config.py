@@ -185,11 +185,11 @@ class LayoutConfig(Section):
     timeout_minutes: PositiveFloat = 30.0
     """How long a collective waits for a process before the run ends with an error."""
     sequence: PositiveInt = 1
-    """Sequence-parallel degree: devices that share the tokens of one sample."""
+    """Sequence-parallel degree: neighbouring devices that share the tokens of one sample. It divides their number."""
     ulysses: PositiveInt | Literal["auto"] = "auto"
-    """Part of the sequence-parallel degree that exchanges heads."""
+    """Part of the sequence-parallel degree that exchanges heads; it divides them. `auto` is as much as possible."""
     ring: PositiveInt | Literal["auto"] = "auto"
-    """Part of the sequence-parallel degree that rotates keys and values."""
+    """Part of the sequence-parallel degree that passes keys and values round; `auto` is the rest."""
 
 
 class MemoryConfig(Section):
@@ -229,6 +229,8 @@ class ValidationConfig(Section):
 class LogConfig(Section):
     """Where numbers go besides `metrics.jsonl`."""
 
+    profile: bool = False
+    """Measure the communication of sequence parallelism, at the price of waiting for the device at each operation."""
     trackers: list[str] = []
     """Experiment trackers."""
 
@@ -269,9 +271,6 @@ AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "lora.init_from": (None,),
     "lora.preset": ([],),
     "objective.guidance": ("auto",),
-    "layout.sequence": (1,),
-    "layout.ulysses": ("auto", 1),
-    "layout.ring": ("auto", 1),
     "memory.compile": (False,),
     "validation.every": (0,),
     "log.trackers": ([],),

@@ -66,6 +66,12 @@ def memory_peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given; the CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
 class Stopwatch:
     """Splits the time of a step into phases without making an accelerator wait at every phase.
 
@@ -73,6 +79,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._backend: Any = getattr(torch, device.type) if device.type != "cpu" else None
         self._marks: list[tuple[str, Any]] = []
 
@@ -86,8 +93,7 @@ class Stopwatch:
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase."""
-        if self._backend is not None:
-            self._backend.synchronize()
+        synchronize(self._device)
         seconds: dict[str, float] = {}
         for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
             span = after - before if self._backend is None else before.elapsed_time(after) / 1000.0

@@ -1,13 +1,17 @@
 """Pictures and clips through the stock diffusers pipeline, with a LoRA or trained weights in place."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from flowshard.data.media import write_video
 from flowshard.errors import UserError
 from flowshard.families import Family, find_family_of_pipeline
+from flowshard.parallel.layout import Layout, generation_layout
 from flowshard.weights.files import (
     LORA_FILE,
     MODULES_FILE,
@@ -18,6 +22,9 @@ from flowshard.weights.files import (
     read_headers,
     read_json,
 )
+
+if TYPE_CHECKING:
+    from flowshard.parallel.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class GenerateOptions:
     seed: int
     device: str
     dtype: str
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class CheckedGeneration:
     family: Family
     lora: Path | None
     weights: Path | None
+    layout: Layout
 
 
 def check_generation(options: GenerateOptions) -> CheckedGeneration:
@@ -72,6 +81,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--output: the folder {options.output.absolute().parent} does not exist")
     if min(options.steps, options.fps) < 1:
         raise UserError(f"--steps and --fps are at least 1, not {options.steps} and {options.fps}")
+    heads = read_json(folder / TRANSFORMER_FOLDER / "config.json")[family.heads_setting]
+    layout = generation_layout(options.sequence, heads)
+    tokens = family.token_count(options.height, options.width, options.frames)
+    if tokens < options.sequence:
+        raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
     lora = weights = None
@@ -81,7 +95,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     if options.weights is not None:
         weights = _find(options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights").parent
         read_headers(weights)
-    return CheckedGeneration(options, folder, family, lora, weights)
+    return CheckedGeneration(options, folder, family, lora, weights, layout)
 
 
 def _check_lora(lora: Path, folder: Path) -> None:
@@ -112,23 +126,36 @@ def _find(path: Path, *names: str, option: str) -> Path:
     )
 
 
-def generate(checked: CheckedGeneration) -> None:
-    """Run the pipeline and write the output file."""
+def generate(checked: CheckedGeneration) -> bool:
+    """Run the pipeline in all processes and write the output file in the main one.
+
+    Returns:
+        Whether this process wrote it.
+    """
+    from flowshard.device import resolve_device
+    from flowshard.parallel.processes import run_together
+
+    options = checked.options
+    resolve_device(options.device, option="--device")
+    return run_together(checked.layout, lambda processes: _generate(checked, processes), device_name=options.device)
+
+
+def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
     import diffusers
     import torch
 
-    from flowshard.device import resolve_device
+    from flowshard.parallel.plan import apply_sequence_plan
+    from flowshard.parallel.sequence import SequenceGroup
     from flowshard.weights.load import load_modules
 
-    options = checked.options
-    device = resolve_device(options.device, option="--device")
+    options, family, device = checked.options, checked.family, processes.device
     dtype = getattr(torch, options.dtype)
     components = {}
     if checked.weights is not None:
-        transformer_class = getattr(diffusers, checked.family.transformer_class)
+        transformer_class = getattr(diffusers, family.transformer_class)
         components["transformer"] = transformer_class.from_pretrained(checked.weights, torch_dtype=dtype)
     # The VAE decodes in float32, as in training.
-    pipeline = getattr(diffusers, checked.family.pipeline_class).from_pretrained(
+    pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
         checked.folder, torch_dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
     )
     if checked.lora is not None:
@@ -137,8 +164,11 @@ def generate(checked: CheckedGeneration) -> None:
             load_modules(pipeline.transformer, modules)
         pipeline.load_lora_weights(str(checked.lora.parent), weight_name=checked.lora.name)
     pipeline.to(device)
-    pipeline.set_progress_bar_config(disable=None)  # none without a terminal
-    frames = checked.family.generate(
+    if checked.layout.sequence > 1:
+        apply_sequence_plan(pipeline.transformer, family.sequence_plan, SequenceGroup(checked.layout, device))
+    # None without a terminal.
+    pipeline.set_progress_bar_config(disable=None if processes.is_main else True)
+    frames = family.generate(
         pipeline,
         prompt=options.prompt,
         negative_prompt=options.negative_prompt,
@@ -149,8 +179,11 @@ def generate(checked: CheckedGeneration) -> None:
         guidance=options.guidance,
         generator=torch.Generator("cpu").manual_seed(options.seed),
     )
+    if not processes.is_main:
+        return False
     with atomic_file(options.output) as temporary:
         if options.frames == 1:
             Image.fromarray(frames[0]).save(temporary, format="PNG")
         else:
             write_video(temporary, frames, fps=options.fps)
+    return True

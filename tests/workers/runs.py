@@ -34,7 +34,6 @@ class Stopper(Observer):
     last: bool
 
     def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
-        del loss, gradient_norm, strategy
         if self.last and step + 1 == self.after:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -60,7 +59,7 @@ def main(file: Path) -> None:
             assert len(set(counts)) == 1, counts
             processes.say(f"{counts[0]} collectives on every process")
 
-    run_together(inputs[0].layout, inputs[0].config, work)
+    run_together(inputs[0].layout, work, device_name="cpu")
 
 
 if __name__ == "__main__":

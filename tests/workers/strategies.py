@@ -195,7 +195,7 @@ def main(folder: Path) -> None:
             for done in checks(name, folder, reference, processes):
                 processes.say(f"{name}: {done}")
 
-    run_together(resolve_layout(config), config, work)
+    run_together(resolve_layout(config), work, device_name="cpu")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from flowshard.families.sequence import SequencePlan, Tokens
+
     Tensors = dict[str, torch.Tensor]
 
 
@@ -53,6 +55,8 @@ class Family(ABC):
     """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
     block_lists: ClassVar[Mapping[str, str]]
     """Name of each list of blocks in the transformer to the entry of its config that says how many there are."""
+    heads_setting: ClassVar[str]
+    """Entry of the transformer's config that says how many attention heads it has."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Layers that get an adapter by default, in diffusers' names."""
     lora_aliases: ClassVar[Mapping[str, str]]
@@ -76,6 +80,14 @@ class Family(ABC):
                 f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
                 f"{lower + self.frame_stride}"
             )
+
+    def token_count(self, height: int, width: int, frames: int) -> int:
+        """Image or video tokens of a sample of a size that `check_size` accepts."""
+        return (
+            (height // self.spatial_multiple)
+            * (width // self.spatial_multiple)
+            * ((frames - 1) // self.frame_stride + 1)
+        )
 
     def resolve_targets(self, targets: Sequence[str] | None) -> list[str]:
         """The user's LoRA targets, or the default ones, in diffusers' names."""
@@ -124,6 +136,10 @@ class Family(ABC):
     @abstractmethod
     def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
         """The repeated blocks, in the order of execution."""
+
+    @abstractmethod
+    def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
+        """How the tokens of the stock transformer are divided among processes."""
 
     @abstractmethod
     def tokens(self, shape: torch.Size) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Family, Variant
+from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +38,7 @@ class Wan(Family):
     spatial_multiple = 16
     frame_stride = 4
     block_lists = {"blocks": "num_layers"}
+    heads_setting = "num_attention_heads"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     lora_aliases = {
         "q": "to_q",
@@ -106,6 +108,31 @@ class Wan(Family):
         blocks: Any = transformer.blocks
         return list(blocks)
 
+    def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
+        """Split after the patch embedding, gather after the last projection; text is not divided."""
+
+        def patches(output: torch.Tensor) -> torch.Tensor:
+            # The model flattens what it gets to (batch, tokens, channels) and takes the clip's shape from its input.
+            return tokens.split(output.flatten(2), 2, stream="video")[..., None, None]
+
+        def rotary(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return tuple(tokens.split(table, 1, stream="video") for table in output)
+
+        def conditions(output: tuple[Any, ...]) -> tuple[Any, ...]:
+            embedding, modulation, *rest = output
+            if embedding.ndim == 3:  # a timestep for each token
+                embedding, modulation = (tokens.split(t, 1, stream="video") for t in (embedding, modulation))
+            return embedding, modulation, *rest
+
+        def whole(output: torch.Tensor) -> torch.Tensor:
+            return tokens.gather(output, 1, stream="video")
+
+        blocks: Any = transformer.blocks
+        return SequencePlan(
+            outputs={"rope": rotary, "patch_embedding": patches, "condition_embedder": conditions, "proj_out": whole},
+            processors={f"blocks.{index}.attn1": SelfAttention(tokens) for index in range(len(blocks))},
+        )
+
     def tokens(self, shape: torch.Size) -> int:
         _, frames, height, width = shape
         return frames * (height // PATCH) * (width // PATCH)
@@ -154,3 +181,37 @@ class Wan(Family):
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=variant.shift
             ),
         ).save_pretrained(directory)
+
+
+class SelfAttention:
+    """The self-attention of a block, with the attention itself over all processes that hold tokens."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What diffusers asks of a processor. The model passes neither other states nor a mask to self-attention."""
+        assert encoder_hidden_states is None and attention_mask is None and rotary_emb is not None  # noqa: S101
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, attn.to_v(hidden_states)))
+        query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
+        result = self._tokens.attention(query, key, value, streams=("video",)).flatten(2).type_as(query)
+        for layer in attn.to_out:
+            result = layer(result)
+        return result
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbouring pairs of channels; the tables hold every value twice."""
+    import torch
+
+    even, odd = states[..., 0::2], states[..., 1::2]
+    cos, sin = cos[..., 0::2], sin[..., 0::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(states)

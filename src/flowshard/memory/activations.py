@@ -23,6 +23,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "npu::npu_fusion_attention",
+    "flowshard::sequence_attention",
 )
 """The operators whose results `selective` keeps; those that this build of torch has."""
 

@@ -93,14 +93,16 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
         "steps_per_print": 2**31 - 1,
         "zero_optimization": zero,
     }
+    # The engine knows of no processes that share a sample: to it, each has samples of its own.
+    engines_own = {"train_batch_size": config.train.micro_batch * layout.accumulation * layout.world}
     file = layout.deepspeed_file
     if file is None:
-        return fixed
+        return {**fixed, **engines_own}
     users = read_deepspeed_file(file)
     asks_offload = users.get("activation_checkpointing", {}).get("cpu_checkpointing", False) is True
     if asks_offload and config.memory.activations != "offload":
         raise UserError(f"{file}: activation_checkpointing.cpu_checkpointing is on; set memory.activations=offload")
-    return _merge(fixed, users, file)
+    return {**_merge(fixed, users, file), **engines_own}
 
 
 def _merge(fixed: dict[str, Any], users: Mapping[str, Any], file: str, path: str = "") -> dict[str, Any]:

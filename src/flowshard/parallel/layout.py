@@ -1,11 +1,13 @@
 """Which strategy runs on how many processes: from the config, and from what the launcher set. Needs no torch."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowshard.config import Config
+from flowshard.config import Config, LayoutConfig
 from flowshard.errors import UserError
+from flowshard.families import find_variant
 
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 """Strategies that divide state among processes."""
@@ -48,18 +50,40 @@ class Layout:
     """Micro-batches of one process in one update."""
     shard: int
     """Processes that divide one copy of the model among them."""
+    sequence: int
+    """Processes that share the tokens of a sample: `ulysses * ring`. Neighbours share one."""
+    ulysses: int
+    """Of them, those that exchange heads: neighbours."""
+    ring: int
+    """Of them, those that pass keys and values round."""
     deepspeed_file: str | None
     """A user's DeepSpeed JSON, from the config or from the launcher's."""
 
     @property
     def data_parallel(self) -> int:
-        """Processes that work on different samples."""
-        return self.world
+        """Groups of processes that work on different samples."""
+        return self.world // self.sequence
 
     def positions(self, global_batch: int) -> range:
         """The places in the global batch that this process works on."""
         share = global_batch // self.data_parallel
-        return range(self.rank * share, (self.rank + 1) * share)
+        group = self.rank // self.sequence
+        return range(group * share, (group + 1) * share)
+
+    @property
+    def ulysses_crosses_machines(self) -> bool:
+        """Whether heads are exchanged between machines."""
+        return self.local_world % self.ulysses != 0
+
+    @property
+    def text(self) -> str:
+        """For the user."""
+        if self.sequence == 1:
+            return f"{self.strategy}, {self.world} processes"
+        return (
+            f"{self.strategy}, {self.world} processes = {self.data_parallel} x {self.sequence} that share a sample "
+            f"(ulysses {self.ulysses} x ring {self.ring})"
+        )
 
 
 def resolve_layout(config: Config, environment: Mapping[str, str] | None = None) -> Layout:
@@ -76,13 +100,17 @@ def resolve_layout(config: Config, environment: Mapping[str, str] | None = None)
     environment = os.environ if environment is None else environment
     world = int(environment.get("WORLD_SIZE", "1"))
     strategy, reason = _strategy(config, environment, world)
+    heads = find_variant(config.model.variant, option="model.variant")[1].heads
+    sequence, ulysses, ring = _sequence_degrees(config.layout, world, heads)
     train = config.train
-    if train.global_batch % (train.micro_batch * world):
-        legal = [number for number in range(1, world + 1) if train.global_batch % (train.micro_batch * number) == 0]
-        step = train.micro_batch * world
+    data = world // sequence
+    if train.global_batch % (train.micro_batch * data):
+        legal = [number for number in range(1, data + 1) if train.global_batch % (train.micro_batch * number) == 0]
+        processes = [number * sequence for number in legal]
         raise UserError(
-            f"train.global_batch: {train.global_batch} samples cannot be divided among {world} processes with "
-            f"train.micro_batch={train.micro_batch}; use a multiple of {step}, or {_choices(legal)} processes"
+            f"train.global_batch: {train.global_batch} samples cannot be divided among {data} "
+            f"{'processes' if sequence == 1 else 'groups of processes'} with train.micro_batch={train.micro_batch}; use a "
+            f"multiple of {train.micro_batch * data}, or {_choices(processes)} processes"
         )
     layout = Layout(
         strategy=strategy,
@@ -91,8 +119,11 @@ def resolve_layout(config: Config, environment: Mapping[str, str] | None = None)
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world=int(environment.get("LOCAL_WORLD_SIZE", str(world))),
         reason=reason,
-        accumulation=train.global_batch // (train.micro_batch * world),
+        accumulation=train.global_batch // (train.micro_batch * data),
         shard=_shard_degree(config, strategy, world),
+        sequence=sequence,
+        ulysses=ulysses,
+        ring=ring,
         deepspeed_file=config.layout.deepspeed or _launcher_deepspeed_file(environment),
     )
     _check_engine_options(config, strategy)
@@ -154,6 +185,75 @@ def _shard_degree(config: Config, strategy: str, world: int) -> int:
         legal = [number for number in range(1, world + 1) if world % number == 0]
         raise UserError(f"layout.shard: {asked} does not divide {world} processes; use {_choices(legal)}")
     return asked
+
+
+def generation_layout(sequence: int, heads: int, environment: Mapping[str, str] | None = None) -> Layout:
+    """The layout of `flowshard generate`, all of whose processes work on one sample.
+
+    Args:
+        sequence: as many as were started.
+        heads: of the model.
+        environment: of the process, set by torchrun.
+
+    Raises:
+        UserError: another number was started.
+    """
+    environment = os.environ if environment is None else environment
+    world = int(environment.get("WORLD_SIZE", "1"))
+    if sequence != world:
+        raise UserError(
+            f"--sequence: {sequence} processes share the work, but {world} were started; give --sequence {world}, or start "
+            f"{sequence} with torchrun --nproc-per-node {sequence} -m flowshard generate"
+        )
+    sequence, ulysses, ring = _sequence_degrees(LayoutConfig(sequence=sequence), world, heads)
+    return Layout(
+        strategy="single" if world == 1 else "ddp",
+        world=world,
+        rank=int(environment.get("RANK", "0")),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_world=int(environment.get("LOCAL_WORLD_SIZE", str(world))),
+        reason="",
+        accumulation=1,
+        shard=1,
+        sequence=sequence,
+        ulysses=ulysses,
+        ring=ring,
+        deepspeed_file=None,
+    )
+
+
+def _sequence_degrees(layout: LayoutConfig, world: int, heads: int) -> tuple[int, int, int]:
+    """`layout.sequence` and its two factors. By default as much as the heads allow is ulysses, which sends less."""
+    sequence = layout.sequence
+    if world % sequence:
+        legal = [number for number in range(1, world + 1) if world % number == 0]
+        raise UserError(
+            f"layout.sequence: {sequence} does not divide the {world} processes that were started; use {_choices(legal)}"
+        )
+    legal = [number for number in range(1, sequence + 1) if math.gcd(heads, sequence) % number == 0]
+    ulysses = layout.ulysses
+    if ulysses == "auto":
+        ulysses = legal[-1] if layout.ring == "auto" else sequence // layout.ring
+    if ulysses not in legal or layout.ring not in ("auto", sequence // ulysses):
+        splits = ", ".join(f"{number} x {sequence // number}" for number in legal)
+        raise UserError(
+            f"layout.ulysses={layout.ulysses} and layout.ring={layout.ring} cannot share a sample among {sequence} "
+            f"processes: ulysses * ring is layout.sequence, and ulysses divides the model's {heads} heads; use ulysses x "
+            f"ring = {splits}, or auto for both"
+        )
+    return sequence, ulysses, sequence // ulysses
+
+
+def check_heads(layout: Layout, heads: int) -> None:
+    """Refuse a model with another number of heads than its variant has, if they cannot be exchanged.
+
+    Raises:
+        UserError: the degree of ulysses does not divide them.
+    """
+    if heads % layout.ulysses:
+        raise UserError(
+            f"layout.ulysses: {layout.ulysses} does not divide the {heads} heads of this model; use a divisor of {heads}"
+        )
 
 
 def _check_engine_options(config: Config, strategy: str) -> None:

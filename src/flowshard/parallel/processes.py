@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 
-from flowshard.config import Config
 from flowshard.device import resolve_device
 from flowshard.errors import RunError, UserError
 from flowshard.parallel.layout import Layout
@@ -156,13 +155,21 @@ class Processes:
                 os._exit(1)
 
 
-def run_together(layout: Layout, config: Config, work: Callable[[Processes], T]) -> T:
+def run_together(
+    layout: Layout, work: Callable[[Processes], T], *, device_name: str, timeout_minutes: float = 30.0
+) -> T:
     """Join the group, work, and leave it; if this process fails, its peers are told and end as well.
+
+    Args:
+        layout: with rank and world size.
+        work: what to do.
+        device_name: `device` of the config.
+        timeout_minutes: after which a collective that a peer does not join is an error.
 
     Raises:
         RunError: another process was lost.
     """
-    processes = Processes(layout, config.device, timeout_minutes=config.layout.timeout_minutes)
+    processes = Processes(layout, device_name, timeout_minutes=timeout_minutes)
     try:
         result = work(processes)
     except Exception as error:

@@ -16,6 +16,10 @@ SMALL_GRADIENT = 1e-6
 """A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
 
 
+DRAWS = {"samples": "row", "latents": "latents", "noise": "noise", "sigma": "sigma"}
+"""What goes into the model: quantity to its name in a trace."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Largest differences that count as equal. Tensors: norm of the difference over the norm."""
@@ -73,7 +77,7 @@ def compare(reference: Path, other: Path, bounds: Bounds) -> list[Difference]:
     ours, theirs = read_steps(reference), read_steps(other)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         place = f"step {number + 1}"
-        for key, quantity in (("row", "samples"), ("latents", "latents"), ("noise", "noise"), ("sigma", "sigma")):
+        for quantity, key in DRAWS.items():
             differences.append(_draws(a["samples"], b["samples"], key, quantity, place))
         differences.append(Difference("loss", place, _relative(b["loss"], a["loss"]), bounds.loss))
         if bounds.tensors is None:

@@ -13,21 +13,27 @@ from flowshard.errors import RunError
 from flowshard.parity.cases import Case
 
 _LAST_LINES = 40
+_NO_BACKWARD = "autograd kernel was not registered"
+"""Part of torch's warning about it; gradients are then silently wrong."""
 
 
-def trace_cases(cases: Mapping[Case, Config], folder: Path, *, fault: str | None) -> dict[Case, Path]:
+def trace_cases(
+    cases: Mapping[Case, Config], folder: Path, *, fault: str | None, probe: bool = False
+) -> dict[Case, Path]:
     """Run every case and return the folder of its trace.
 
     Args:
         cases: with their checked configs.
         folder: for configs, traces and logs.
-        fault: a deliberate fault such as `noise@1`.
+        fault: a deliberate fault such as `noise@1`, in all cases but the first.
+        probe: whether to record the outputs of all modules for one sample, and their gradients.
 
     Raises:
         RunError: a run failed; the message holds the end of its output.
     """
     traces: dict[Case, Path] = {}
     by_count: dict[int, list[Case]] = {}
+    reference = next(iter(cases))
     for number, (case, config) in enumerate(cases.items()):
         traces[case] = folder / f"trace-{number}"
         traces[case].mkdir(parents=True)
@@ -35,8 +41,15 @@ def trace_cases(cases: Mapping[Case, Config], folder: Path, *, fault: str | None
         by_count.setdefault(case.processes, []).append(case)
     for count, members in by_count.items():
         job = folder / f"job-{count}.json"
-        entries = [{"config": str(traces[case] / "config.yaml"), "trace": str(traces[case])} for case in members]
-        job.write_text(json.dumps({"cases": entries, "fault": fault}), encoding="utf-8")
+        entries = [
+            {
+                "config": str(traces[case] / "config.yaml"),
+                "trace": str(traces[case]),
+                "fault": None if case is reference else fault,
+            }
+            for case in members
+        ]
+        job.write_text(json.dumps({"cases": entries, "probe": probe}), encoding="utf-8")
         _launch(count, ["flowshard.parity.trace", str(job)], folder / f"job-{count}.log", members)
     return traces
 
@@ -51,7 +64,13 @@ def _launch(count: int, module: Sequence[str], log: Path, members: Sequence[Case
         done = subprocess.run(  # noqa: S603
             [*command, *module], stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False
         )
+    output = log.read_text(encoding="utf-8", errors="replace")
+    labels = ", ".join(case.label for case in members)
+    if _NO_BACKWARD in output:
+        raise RunError(f"{labels}: a collective without a backward pass was part of the graph:\n{output[-2000:]}")
     if done.returncode != 0:
-        end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
-        labels = ", ".join(case.label for case in members)
+        lines = output.splitlines()
+        # The launcher's own traceback comes last and says nothing of the cause.
+        own = [line for line in lines if line.startswith("[rank") or "flowshard: error" in line]
+        end = "\n".join((own or lines)[-_LAST_LINES:])
         raise RunError(f"the run of {labels} failed with status {done.returncode}; the end of its output:\n{end}")

@@ -2,7 +2,7 @@
 
     python -m flowshard.parity.trace JOB.json
 
-A job is `{"cases": [{"config": FILE, "trace": FOLDER}], "fault": "noise@RANK" or null}`.
+A job is `{"cases": [{"config": FILE, "trace": FOLDER, "fault": FAULT or null}], "probe": BOOL}`; see `faults.py`.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from flowshard.cli import exit_status
 from flowshard.config_file import load_config
 from flowshard.libraries import quiet_libraries
 from flowshard.objective.randomness import generator
+from flowshard.parallel.layout import Layout
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.strategies import Strategy
+from flowshard.parity.faults import Fault, parse_fault
+from flowshard.parity.walk import ModuleProbe
 from flowshard.train.batches import MicroBatch
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
@@ -34,8 +37,6 @@ GRADIENTS, WEIGHTS = "gradients.safetensors", "weights.safetensors"
 _SPREAD = 0.01
 """Standard deviation that the second factors of adapters start with. With zeros, as in a run, the first factors would
 have no gradient in the first step, and in the second AdamW has already turned rounding into whole steps."""
-_FAULT = 1e-3
-"""What a deliberate fault adds to one process's noise."""
 
 
 @dataclass
@@ -43,16 +44,25 @@ class Tracer(Observer):
     """Writes `rank-R.json`, and on the main process `gradients.safetensors` and `weights.safetensors`."""
 
     folder: Path
-    rank: int
-    fault_rank: int | None
+    layout: Layout
+    global_batch: int
+    fault: Fault | None
+    probing: bool
+    _probe: ModuleProbe | None = None
     _steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def started(self, model: torch.nn.Module) -> None:
+        if self.fault is not None:
+            self.fault.install(model)
+        if self.probing:
+            self._probe = ModuleProbe(model)
 
     def new_weights(self, values: NewWeights) -> NewWeights:
         return {name: partial(_spread, name, make) if ".lora_B." in name else make for name, make in values.items()}
 
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
-        if self.rank == self.fault_rank:
-            batch = replace(batch, noise=batch.noise + _FAULT)
+        if self.fault is not None:
+            batch = self.fault.disturb(batch)
         while len(self._steps) <= step:
             self._steps.append({"samples": {}})
         for place, position in enumerate(batch.positions):
@@ -62,21 +72,27 @@ class Tracer(Observer):
                 "noise": _digest(batch.noise[place]),
                 "sigma": float(batch.sigma[place]),
             }
+        if self._probe is not None and step == 0 and 0 in batch.positions:
+            self._probe.record(batch.positions.index(0), len(batch.positions))
         return batch
 
     def backward_done(self, step: int, strategy: Strategy) -> None:
         if step == 0:
             self._write(GRADIENTS, dict(strategy.gradients()))
+            if self._probe is not None and 0 in self._steps[0]["samples"]:
+                # The loss of a process is the mean over its samples, times the degree of sequence parallelism.
+                own = self.global_batch / self.layout.data_parallel
+                self._probe.write(self.folder, self.layout.rank, own / self.layout.sequence / strategy.loss_scale.value)
 
     def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
         self._steps[step].update(loss=loss, grad_norm=gradient_norm, missing=strategy.without_gradient())
 
     def run_done(self, strategy: Strategy) -> None:
         self._write(WEIGHTS, dict(strategy.parameters(strategy.trained_names())))
-        (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(self._steps), encoding="utf-8")
+        (self.folder / f"rank-{self.layout.rank}.json").write_text(json.dumps(self._steps), encoding="utf-8")
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        if self.rank == 0:
+        if self.layout.rank == 0:
             copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in tensors.items()}
             save_file(copies, self.folder / name)
 
@@ -93,18 +109,29 @@ def _digest(tensor: torch.Tensor) -> str:
 def run_job(file: Path) -> None:
     """Run the cases of a job one after another in one group of processes."""
     job = json.loads(file.read_text(encoding="utf-8"))
-    fault = job["fault"]
-    fault_rank = int(fault.removeprefix("noise@")) if fault else None
     inputs = [check_inputs(load_config(case["config"])) for case in job["cases"]]
     # A group is only made for a strategy that needs one.
     leader = next((one for one in inputs if one.layout.strategy != "single"), inputs[0])
 
     def work(processes: Processes) -> None:
         for one, case in zip(inputs, job["cases"], strict=True):
-            tracer = Tracer(Path(case["trace"]), one.layout.rank, fault_rank if one.layout.world > 1 else None)
-            train(one, processes.with_layout(one.layout), tracer)
+            layout = one.layout
+            fault = parse_fault(case["fault"]) if case["fault"] else None
+            tracer = Tracer(
+                folder=Path(case["trace"]),
+                layout=layout,
+                global_batch=one.config.train.global_batch,
+                fault=fault if fault is not None and fault.rank == layout.rank else None,
+                probing=job["probe"],
+            )
+            train(one, processes.with_layout(layout), tracer)
 
-    run_together(leader.layout, leader.config, work)
+    run_together(
+        leader.layout,
+        work,
+        device_name=leader.config.device,
+        timeout_minutes=leader.config.layout.timeout_minutes,
+    )
 
 
 if __name__ == "__main__":

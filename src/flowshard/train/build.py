@@ -11,6 +11,8 @@ from flowshard.config import ActivationPolicy
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.objective.flow import add_noise, sample_losses
+from flowshard.parallel.plan import apply_sequence_plan
+from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
@@ -35,10 +37,14 @@ class Build:
     """What makes the value of every parameter that no file has."""
 
 
-def build_on_meta(inputs: RunInputs) -> Build:
-    """The transformer with adapters and activation policies; no weight has been read.
+def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> Build:
+    """The transformer with adapters, sequence plan and activation policies; no weight has been read.
 
-    Order: build, adapters, what is trained, types, activation policies.
+    Order: build, adapters, what is trained, types, sequence plan, activation policies.
+
+    Args:
+        inputs: checked.
+        sequence: the processes that share the tokens of a sample, if there are several.
 
     Raises:
         UserError: the policies name more blocks than there are.
@@ -57,6 +63,8 @@ def build_on_meta(inputs: RunInputs) -> Build:
     declare_types(model, dtype)
     if dtype != torch.float32:
         compute_in_float32(model)
+    if sequence is not None:
+        apply_sequence_plan(model, inputs.family.sequence_plan, sequence)
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")

@@ -12,7 +12,7 @@ from flowshard.data.metadata import Metadata, read_metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
-from flowshard.parallel.layout import Layout, resolve_layout
+from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
@@ -20,6 +20,7 @@ from flowshard.weights.files import (
     check_pipeline,
     find_pipeline,
     read_headers,
+    read_json,
     scheduler_shift,
 )
 
@@ -69,6 +70,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     folder = find_pipeline(config.model.path, option="model.path")
     check_pipeline(folder, family, option="model.path")
     tensors = _shortened(read_headers(folder / TRANSFORMER_FOLDER), family, config.model.layers)
+    _check_sequence(config, layout, family, metadata, folder)
     adapted, trained = _select_trained(config, family, tensors)
     _check_groups(config, adapted, trained)
     check_writable(Path(config.output), option="output")
@@ -133,6 +135,21 @@ def _check_batches(config: Config, metadata: Metadata) -> None:
             f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.path} mixes "
             f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
             "train.micro_batch=1 or data.frames=1"
+        )
+
+
+def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Metadata, folder: Path) -> None:
+    """Refuse to share a sample among more processes than it has tokens, or heads that cannot be shared."""
+    if layout.sequence == 1:
+        return
+    check_heads(layout, read_json(folder / TRANSFORMER_FOLDER / "config.json")[family.heads_setting])
+    data = config.data
+    pictures = any(is_image(row.media) for row in metadata.rows)
+    tokens = family.token_count(data.height, data.width, 1 if pictures else data.frames)
+    if tokens < layout.sequence:
+        raise UserError(
+            f"layout.sequence: {layout.sequence} processes cannot share a sample of {tokens} tokens "
+            f"({data.width}x{data.height}{', a picture' if pictures else ''}); use at most {tokens}"
         )
 
 

@@ -12,12 +12,13 @@ from flowshard.device import Stopwatch, check_dtype, memory_peak_bytes
 from flowshard.errors import RunError
 from flowshard.memory.estimate import estimate_memory
 from flowshard.objective.sigmas import NoiseLevels
-from flowshard.parallel.processes import Processes
+from flowshard.parallel.processes import Processes, run_together
+from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function
 from flowshard.train.inputs import RunInputs
-from flowshard.train.metrics import MetricsLog, StepMetrics
+from flowshard.train.metrics import CommunicationMeter, MetricsLog, StepMetrics
 from flowshard.train.observer import Observer
 from flowshard.train.optimizer import optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
@@ -25,6 +26,17 @@ from flowshard.train.record import environment_record
 from flowshard.train.state import RunFolder
 from flowshard.train.stop import StopRequest
 from flowshard.weights.export import WeightsWriter
+
+
+def run_training(inputs: RunInputs) -> Path | None:
+    """`train` in the processes that the launcher started."""
+    config = inputs.config
+    return run_together(
+        inputs.layout,
+        lambda processes: train(inputs, processes),
+        device_name=config.device,
+        timeout_minutes=config.layout.timeout_minutes,
+    )
 
 
 def train(inputs: RunInputs, processes: Processes, observer: Observer | None = None) -> Path | None:
@@ -55,7 +67,13 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     batches = StepBatches(dataset, inputs.family, config, layout, NoiseLevels(config.objective, inputs.shift))
 
-    build = build_on_meta(inputs)
+    sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
+    if layout.ulysses_crosses_machines:
+        say(
+            f"warning: {layout.ulysses} processes that exchange heads (layout.ulysses) do not lie on one machine of "
+            f"{layout.local_world}; a ring sends less between machines"
+        )
+    build = build_on_meta(inputs, sequence)
     build.new = observer.new_weights(build.new)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
     largest = batches.largest_micro_batch()
@@ -66,6 +84,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     report = fill(build, inputs, strategy)
     say(f"{'weights':<11} {len(report.loaded)} tensors loaded, {len(report.new)} new")
     strategy.start(build.model, build.settings, make_optimizer)
+    observer.started(build.model)
     # From here on the run is known to start, and an earlier one may make room.
     folder = RunFolder(Path(config.output))
     record = {**environment_record(), "layout": asdict(layout)}
@@ -87,6 +106,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     accumulation = layout.accumulation
     micro_batches = stream(batches, range(inputs.steps), ahead=isinstance(dataset, CachedDataset))
     watch = Stopwatch(device)
+    communication = CommunicationMeter(sequence if config.log.profile else None)
     checkpoint, saved = None, 0
     with StopRequest() as stop, MetricsLog(folder.metrics, steps=inputs.steps, enabled=processes.is_main) as log:
         for step in range(inputs.steps):
@@ -99,10 +119,11 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 with strategy.micro_batch(last=number == accumulation - 1):
                     loss = loss_of(strategy.model, batch.tensors()) / accumulation
                     watch.lap("forward")
-                    strategy.backward(loss)
+                    # The gradients of processes that share a sample are parts of a sum, and engines take the mean of all.
+                    strategy.backward(loss * layout.sequence)
                 watch.lap("backward")
-                totals[0] += loss.detach() / layout.data_parallel
-                totals[1] += len(batch.rows) * inputs.family.tokens(batch.latents.shape[1:])
+                totals[0] += loss.detach() / layout.world
+                totals[1] += len(batch.rows) * inputs.family.tokens(batch.latents.shape[1:]) / layout.sequence
             totals[2] += stop.reason is not None
             observer.backward_done(step, strategy)
             loss_value, tokens, stopping = processes.sum(totals).tolist()
@@ -142,6 +163,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                     memory_peak_bytes=memory_peak_bytes(device),
                     loss_scale=strategy.loss_scale.value,
                     skipped_updates=strategy.loss_scale.skipped,
+                    **communication.read(),
                 )
             )
             if done == 1 and (unused := strategy.without_gradient()):

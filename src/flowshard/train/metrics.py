@@ -7,8 +7,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
+
+from flowshard.parallel.sequence import SequenceGroup
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -39,6 +42,28 @@ class StepMetrics:
     """Of the next step; 1 unless `model.dtype` is float16."""
     skipped_updates: int
     """Updates left out so far."""
+    seconds_communication: float | None = None
+    """Of sequence parallelism, on the main process; part of forward and backward. None unless `log.profile`."""
+    bytes_communication: int | None = None
+    """Sent by the main process for sequence parallelism. None unless `log.profile`."""
+
+
+class CommunicationMeter:
+    """Splits the traffic of a group into steps."""
+
+    def __init__(self, group: SequenceGroup | None) -> None:
+        """Begin; without a group there is nothing to read."""
+        self._group = group
+        self._before = (0.0, 0)
+
+    def read(self) -> dict[str, Any]:
+        """What `StepMetrics` takes, since the last call."""
+        if self._group is None:
+            return {}
+        now = self._group.traffic.seconds, self._group.traffic.bytes
+        seconds, sent = now[0] - self._before[0], now[1] - self._before[1]
+        self._before = now
+        return {"seconds_communication": seconds, "bytes_communication": sent}
 
 
 class MetricsLog:

@@ -17,6 +17,9 @@ class Observer:
         """What makes the full value of every parameter that no file has, by its name; what is returned is used."""
         return values
 
+    def started(self, model: torch.nn.Module) -> None:
+        """The model has its weights and its engine; no step has been made."""
+
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
         """A micro-batch of this process before its forward pass; what is returned goes through the model."""
         del step

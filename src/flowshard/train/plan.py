@@ -36,14 +36,14 @@ def describe_plan(
     passes = inputs.steps * train.global_batch / inputs.samples
     rows = [
         ("model", f"{inputs.variant.name} from {inputs.folder}, {config.model.dtype} on {device}"),
-        ("layout", f"{layout.strategy}, {layout.world} processes: {layout.reason}"),
+        ("layout", f"{layout.text}: {layout.reason}"),
         ("method", method),
         ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),
         ("data", f"{len(inputs.metadata.rows)} rows, {inputs.samples} samples an epoch"),
         ("sample", f"latents {tuple(latents)}, {tokens:,} tokens"),
         (
             "step",
-            f"{train.global_batch} samples = {layout.accumulation} x {train.micro_batch} x {layout.data_parallel} processes, "
+            f"{train.global_batch} samples = {layout.accumulation} x {train.micro_batch} x {layout.data_parallel} processes{' or groups' if layout.sequence > 1 else ''}, "
             f"{train.global_batch * tokens:,} tokens",
         ),
         ("steps", f"{inputs.steps} ({passes:.2f} epochs)"),

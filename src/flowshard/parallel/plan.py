@@ -1,0 +1,79 @@
+"""Applies a family's plan of sequence parallelism to its stock model, through hooks and attention processors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flowshard.families.sequence import SequencePlan
+from flowshard.parallel.operators import gather_tokens, sequence_attention
+from flowshard.parallel.sequence import SequenceGroup
+
+
+class GroupTokens:
+    """The tokens of the streams of a model over a group; see `families.sequence.Tokens`.
+
+    How long a stream is, is noted where it is split and stays noted, as blocks may run again in the backward pass.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self._group = group
+        self._lengths: dict[str, int] = {}
+
+    def sizes(self, stream: str) -> list[int]:
+        """Tokens of each process: they differ by one at most, the first ones have more."""
+        each, more = divmod(self._lengths[stream], self._group.degree)
+        return [each + (rank < more) for rank in range(self._group.degree)]
+
+    def split(self, whole: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
+        """This process's part. A copy, which does not keep the whole alive."""
+        self._lengths[stream] = whole.shape[dim]
+        sizes, rank = self.sizes(stream), self._group.rank
+        return whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
+
+    def gather(self, part: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
+        """The whole stream."""
+        return gather_tokens(part, dim=dim, group=self._group.name, sizes=self.sizes(stream))
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        streams: tuple[str, ...],
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over all processes, in autocast's type if it is on, else in the type of the values."""
+        device = value.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        sizes = [sum(parts) for parts in zip(*(self.sizes(stream) for stream in streams), strict=True)]
+        if mask is not None:
+            mask = self._in_order_of_processes(mask, streams)
+        return sequence_attention(
+            query.to(dtype), key.to(dtype), value.to(dtype), mask=mask, group=self._group.name, sizes=sizes
+        )
+
+    def _in_order_of_processes(self, mask: torch.Tensor, streams: tuple[str, ...]) -> torch.Tensor:
+        whole = mask.split([self._lengths[stream] for stream in streams], dim=1)
+        parts = [
+            stream_mask.split(self.sizes(stream), dim=1) for stream, stream_mask in zip(streams, whole, strict=True)
+        ]
+        return torch.cat([part for process in zip(*parts, strict=True) for part in process], dim=1)
+
+
+def apply_sequence_plan(
+    model: Any, make_plan: Callable[[Any, GroupTokens], SequencePlan], group: SequenceGroup
+) -> None:
+    """Divide the tokens of a model over a group.
+
+    Args:
+        model: the diffusers model; its parameters may be on the meta device.
+        make_plan: the family's `sequence_plan`.
+        group: that shares the tokens.
+    """
+    plan = make_plan(model, GroupTokens(group))
+    for name, replace in plan.outputs.items():
+        model.get_submodule(name).register_forward_hook(lambda _, __, output, replace=replace: replace(output))
+    processors = {f"{name}.processor": processor for name, processor in plan.processors.items()}
+    model.set_attn_processor({**model.attn_processors, **processors})
