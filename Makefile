@@ -31,6 +31,7 @@ lint: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/sequence.py
 
 clean:
 	rm -rf .venv runs

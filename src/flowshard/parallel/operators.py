@@ -29,7 +29,7 @@ def _attention(
     counts = members.column(sizes, members.ring_rank)
     exchanged = members.to_heads([query, key, value], counts)
     output, lse = ring_forward(members, exchanged, mask, sizes)
-    return members.to_tokens(output[None], counts)[0], exchanged, output, lse
+    return members.to_tokens([output], counts)[0], exchanged, output, lse
 
 
 @_attention.register_fake
@@ -57,7 +57,7 @@ def _attention_backward(
     """The gradients of own query, key and value, stacked."""
     members = find_group(group)
     if members.ulysses == 1:
-        return ring_backward(members, gradient, qkv, output, lse, mask, sizes)
+        return torch.stack(ring_backward(members, gradient, qkv, output, lse, mask, sizes))
     counts = members.column(sizes, members.ring_rank)
     exchanged = members.to_heads([gradient], counts)[0]
     return members.to_tokens(ring_backward(members, exchanged, qkv, output, lse, mask, sizes), counts)

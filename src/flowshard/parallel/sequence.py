@@ -106,31 +106,35 @@ class SequenceGroup:
         Returns:
             (T, batch, all tokens, heads / ulysses, size).
         """
-        batch, own, heads, size = tensors[0].shape
+        number, (batch, own, heads, size) = len(tensors), tensors[0].shape
         share = heads // self.ulysses
-        split = torch.stack([tensor.view(batch, own, self.ulysses, share, size) for tensor in tensors])
-        sent = split.permute(3, 0, 1, 2, 4, 5).reshape(-1)
-        unit = len(tensors) * batch * share * size
-        received = self._exchange(sent, [own * unit] * self.ulysses, [n * unit for n in counts])
-        parts = [
-            part.view(len(tensors), batch, n, share, size)
-            for part, n in zip(received.split([n * unit for n in counts]), counts, strict=True)
-        ]
-        return torch.cat(parts, dim=2)
+        sent = tensors[0].new_empty(self.ulysses, number, batch, own, share, size)
+        for index, tensor in enumerate(tensors):
+            sent[:, index].copy_(tensor.unflatten(2, (self.ulysses, share)).permute(2, 0, 1, 3, 4))
+        unit = number * batch * share * size
+        received = self._exchange(sent.view(-1), [own * unit] * self.ulysses, [n * unit for n in counts])
+        parts = received.split([n * unit for n in counts])
+        return torch.cat([part.view(number, batch, -1, share, size) for part in parts], dim=2)
 
-    def to_tokens(self, tensors: Tensor, counts: Sequence[int]) -> Tensor:
+    def to_tokens(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
         """The opposite of `to_heads`.
 
         Args:
-            tensors: (T, batch, all tokens, heads / ulysses, size).
+            tensors: T of them, each (batch, all tokens, heads / ulysses, size).
             counts: tokens of each process.
 
         Returns:
             (T, batch, own tokens, heads, size).
         """
-        number, batch, _, share, size = tensors.shape
+        number, (batch, tokens, share, size) = len(tensors), tensors[0].shape
         own, unit = counts[self.ulysses_rank], number * batch * share * size
-        sent = torch.cat([part.reshape(-1) for part in tensors.split(list(counts), dim=2)])
+        if number * batch == 1 and tensors[0].is_contiguous():  # is in the order of the processes as it is
+            sent = tensors[0].view(-1)
+        else:
+            sent = tensors[0].new_empty(tokens * unit)
+            for place, n, part in zip(_starts(counts), counts, sent.split([n * unit for n in counts]), strict=True):
+                for tensor, into in zip(tensors, part.view(number, batch, n, share, size), strict=True):
+                    into.copy_(tensor.narrow(1, place, n))
         received = self._exchange(sent, [n * unit for n in counts], [own * unit] * self.ulysses)
         parts = received.view(self.ulysses, number, batch, own, share, size)
         return parts.permute(1, 2, 3, 0, 4, 5).reshape(number, batch, own, self.ulysses * share, size)
@@ -178,6 +182,10 @@ _groups: dict[str, SequenceGroup] = {}
 """By name, as operators take no Python objects."""
 
 
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]
+
+
 def find_group(name: str) -> SequenceGroup:
     """The group of that name."""
     return _groups[name]
@@ -219,8 +227,8 @@ def ring_backward(
     lse: Tensor,
     mask: Tensor | None,
     sizes: Sequence[int],
-) -> Tensor:
-    """Gradients of query, key and value, stacked like `qkv`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each like them.
 
     Keys and values go round as in the forward pass. The gradient of a part's keys and values follows them: each process
     adds its share and sends the sum on, the last one to the part's holder, who adds the share that it kept.
@@ -240,9 +248,9 @@ def ring_backward(
         bias = _bias(group, mask, sizes, holder, query)
         key, value = pair.transpose(2, 3)
         dq, dk, dv = attention_backward(gradient, query, key, value, output, lse, bias)
-        shares = torch.stack([dk, dv])
         if group.ring == 1:
-            return torch.cat([dq[None], shares]).transpose(2, 3).contiguous()
+            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        shares = torch.stack([dk, dv])
         query_gradient = dq.float() if query_gradient is None else query_gradient + dq.float()
         if step == 0:
             own = shares.float()
@@ -253,14 +261,15 @@ def ring_backward(
                 shares += incoming
             # What comes in belongs to the part that comes next, and in the end to our own.
             tokens = sum(group.column(sizes, (holder - 1) % group.ring))
-            incoming = shares.new_empty(*shares.shape[:3], tokens, shares.shape[4])
-            leaving = shares.contiguous()
+            incoming = pair.new_empty(*shares.shape[:3], tokens, shares.shape[4])
+            leaving = shares.to(pair.dtype, memory_format=torch.contiguous_format)
             arriving = group.rotate(leaving, incoming)
         group.wait(works)
         pair = following
     assert query_gradient is not None and own is not None and incoming is not None  # noqa: S101
     group.wait(arriving)
-    return torch.cat([query_gradient[None], own + incoming]).to(qkv.dtype).transpose(2, 3).contiguous()
+    dk, dv = (own + incoming).to(qkv.dtype).transpose(2, 3)
+    return query_gradient.to(qkv.dtype).transpose(1, 2), dk, dv
 
 
 def _bias(group: SequenceGroup, mask: Tensor | None, sizes: Sequence[int], holder: int, query: Tensor) -> Tensor | None:
