@@ -21,7 +21,7 @@ from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.loop import run_training
 from flowshard.train.optimizer import optimizer_factory
 from flowshard.weights.export import WeightsWriter
-from flowshard.weights.load import LoadReport
+from flowshard.weights.report import LoadReport
 
 SIZE, FRAMES = 32, 5
 """Pixels a side and frames of a clip: 8 tokens."""

@@ -10,10 +10,9 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from flowshard.errors import UserError
-from flowshard.parallel.strategies import LossScale, Single
 from flowshard.train.inputs import check_inputs
 from flowshard.weights.files import read_headers
-from flowshard.weights.load import build_model, declare_types, materialise
+from flowshard.weights.load import Whole, build_model, declare_types, materialise
 from tests import runs
 
 CPU = torch.device("cpu")
@@ -23,8 +22,7 @@ def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     model = build_model("WanTransformer3DModel", folder)
     model.requires_grad_(False)
     declare_types(model, dtype)
-    strategy = Single(CPU, clip_norm=None, loss_scale=LossScale(dynamic=False))
-    materialise(model, read_headers(folder), source=folder, units=[], new={}, strategy=strategy)
+    materialise(model, read_headers(folder), source=folder, units=[], new={}, strategy=Whole(CPU))
     return model
 
 

@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--model", required=True, metavar="DIR", help="diffusers folder or hub id of the base model")
     generate.add_argument("--lora", type=Path, metavar="FILE", help="LoRA file, checkpoint or run")
     generate.add_argument("--weights", type=Path, metavar="DIR", help="trained transformer, checkpoint or run")
+    generate.add_argument("--extend", metavar="SPEC", help="model.extend of the run, if it had one")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to show")
     generate.add_argument("--negative-prompt", default="", metavar="TEXT", help="what to avoid (default: empty)")
     generate.add_argument("--output", required=True, type=Path, metavar="FILE", help=".mp4, or .png for one frame")

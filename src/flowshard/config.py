@@ -44,7 +44,10 @@ class ModelConfig(Section):
     path: str
     """Where its weights are: a folder in the diffusers layout, or the id of such a repository on the hub."""
     extend: str | None = None
-    """`file.py:function` that adds modules before the weights load."""
+    """`FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`: gets the transformer before its weights load and adds, replaces or
+    removes modules. What it adds is trained, saved and reported."""
+    unexpected: Literal["error", "ignore"] = "error"
+    """What to do about weights in the files that the model has no place for, other than those of removed modules."""
     expert: Literal["high", "low"] | None = None
     """Which expert of a model with two is trained (Wan 2.2)."""
     layers: PositiveInt | None = None
@@ -266,7 +269,6 @@ class Config(Section):
 # Options of the fixed schema whose other values come with later versions: option -> what is accepted today. They are
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
-    "model.extend": (None,),
     "model.expert": (None,),
     "lora.init_from": (None,),
     "lora.preset": ([],),

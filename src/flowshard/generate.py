@@ -17,6 +17,7 @@ from flowshard.weights.files import (
     MODULES_FILE,
     TRANSFORMER_FOLDER,
     atomic_file,
+    check_spec,
     find_pipeline,
     read_header,
     read_headers,
@@ -47,6 +48,7 @@ class GenerateOptions:
     device: str
     dtype: str
     sequence: int
+    extend: str | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--output: the folder {options.output.absolute().parent} does not exist")
     if min(options.steps, options.fps) < 1:
         raise UserError(f"--steps and --fps are at least 1, not {options.steps} and {options.fps}")
+    if options.extend is not None:
+        check_spec(options.extend, option="--extend")
     heads = read_json(folder / TRANSFORMER_FOLDER / "config.json")[family.heads_setting]
     layout = generation_layout(options.sequence, heads)
     tokens = family.token_count(options.height, options.width, options.frames)
@@ -141,23 +145,20 @@ def generate(checked: CheckedGeneration) -> bool:
 
 
 def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
-    import diffusers
     import torch
 
+    from flowshard.api import assemble, load_transformer
     from flowshard.parallel.plan import apply_sequence_plan
     from flowshard.parallel.sequence import SequenceGroup
     from flowshard.weights.load import load_modules
 
     options, family, device = checked.options, checked.family, processes.device
     dtype = getattr(torch, options.dtype)
-    components = {}
-    if checked.weights is not None:
-        transformer_class = getattr(diffusers, family.transformer_class)
-        components["transformer"] = transformer_class.from_pretrained(checked.weights, torch_dtype=dtype)
-    # The VAE decodes in float32, as in training.
-    pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(
-        checked.folder, torch_dtype={"default": dtype, "vae": torch.float32}, local_files_only=True, **components
+    source = checked.weights or checked.folder / TRANSFORMER_FOLDER
+    transformer, _ = load_transformer(
+        family, source, extend=options.extend, dtype=dtype, device=device, option="--extend"
     )
+    pipeline = assemble(family, checked.folder, transformer.eval(), dtype=dtype)
     if checked.lora is not None:
         modules = checked.lora.with_name(MODULES_FILE)
         if modules.is_file():

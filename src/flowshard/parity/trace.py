@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from flowshard.train.batches import MicroBatch
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
 from flowshard.train.observer import NewWeights, Observer
+from flowshard.weights.lora import is_lora_b
 
 GRADIENTS, WEIGHTS = "gradients.safetensors", "weights.safetensors"
 """Gradients of the first step, and weights after the last."""
@@ -58,7 +59,10 @@ class Tracer(Observer):
             self._probe = ModuleProbe(model)
 
     def new_weights(self, values: NewWeights) -> NewWeights:
-        return {name: partial(_spread, name, make) if ".lora_B." in name else make for name, make in values.items()}
+        return {
+            name: replace(one, make=partial(_spread, name, one.make)) if is_lora_b(name) else one
+            for name, one in values.items()
+        }
 
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
         if self.fault is not None:

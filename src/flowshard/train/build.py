@@ -1,8 +1,9 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,12 +15,15 @@ from flowshard.objective.flow import add_noise, sample_losses
 from flowshard.parallel.plan import apply_sequence_plan
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import GroupSettings, Strategy
+from flowshard.patterns import select
 from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
+from flowshard.weights.extend import Extension, extend_model
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
-from flowshard.weights.load import LoadReport, build_model, declare_types, materialise
+from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
 from flowshard.weights.precision import compute_in_float32
+from flowshard.weights.report import LoadReport
 
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
@@ -33,29 +37,35 @@ class Build:
     policies: list[ActivationPolicy]
     settings: dict[str, GroupSettings]
     """Of every trained parameter, by its name in the model."""
-    new: Mapping[str, Callable[[], torch.Tensor]]
-    """What makes the value of every parameter that no file has."""
+    new: dict[str, NewTensor]
+    """What makes the value of every tensor that the files may lack."""
+    removed: frozenset[str] = frozenset()
+    """Names of the stock model that are gone."""
 
 
 def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> Build:
     """The transformer with adapters, sequence plan and activation policies; no weight has been read.
 
-    Order: build, adapters, what is trained, types, sequence plan, activation policies.
+    Order: build, the user's extension, adapters, what is trained, types, sequence plan, activation policies.
 
     Args:
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
 
     Raises:
-        UserError: the policies name more blocks than there are.
+        UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
     """
     config = inputs.config
     source = inputs.folder / TRANSFORMER_FOLDER
     model = build_model(inputs.family.transformer_class, source, _shortened(inputs, source))
+    spec = config.model.extend
+    extension = Extension() if spec is None else extend_model(model, spec, seed=config.seed)
+    trained = _trained(model, inputs, extension)
     model.requires_grad_(False)
     if inputs.adapted:
-        lora.inject(model, targets=inputs.adapted, rank=config.lora.rank, alpha=config.lora.alpha)
-    trained = set(inputs.trained)
+        modules = dict(model.named_modules())
+        targets = [name for name in inputs.adapted if name in modules]
+        lora.inject(model, targets=targets, rank=config.lora.rank, alpha=config.lora.alpha)
     for name, parameter in model.named_parameters():
         if lora.base_name(name) in trained:
             parameter.requires_grad_(True)
@@ -68,8 +78,27 @@ def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> B
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
-    new = lora.initial_values(model, seed=config.seed)
-    return Build(model.train(), blocks, policies, group_settings(model, config.train), new)
+    new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
+    for name, value in extension.values.items():
+        new[name] = NewTensor(partial(_given, value), extension.how[name], forced=name in extension.declared)
+    settings = group_settings(model, config.train)
+    return Build(model.train(), blocks, policies, settings, new, frozenset(extension.removed))
+
+
+def _trained(model: torch.nn.Module, inputs: RunInputs, extension: Extension) -> set[str]:
+    """Names of the parameters that are trained, adapters left out: what was selected, and what was added."""
+    if inputs.config.model.extend is None:
+        return set(inputs.trained)
+    train = inputs.config.train
+    names = [name for name, _ in model.named_parameters()]
+    if train.method == "full" and not train.modules:
+        return set(names)
+    chosen = set(select(names, train.modules, option="train.modules"))
+    return chosen if train.method == "full" else chosen | (extension.values.keys() & set(names))
+
+
+def _given(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _shortened(inputs: RunInputs, source: Path) -> dict[str, int]:
@@ -95,6 +124,8 @@ def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
         units=build.blocks,
         new=build.new,
         strategy=strategy,
+        removed=build.removed,
+        ignore_unexpected=inputs.config.model.unexpected == "ignore",
     )
 
 

@@ -18,6 +18,7 @@ from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
     TensorInfo,
     check_pipeline,
+    check_spec,
     find_pipeline,
     read_headers,
     read_json,
@@ -61,6 +62,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     family, variant = find_variant(config.model.variant, option="model.variant")
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
+    if config.model.extend is not None:
+        check_spec(config.model.extend, option="model.extend")
     layout = resolve_layout(config, environment)
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
@@ -156,7 +159,10 @@ def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Me
 def _select_trained(config: Config, family: Family, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
     """The modules with an adapter and the base parameters that are trained, in the order of the files."""
     patterns = config.train.modules
-    trained = select(tensors, patterns, option="train.modules")
+    if config.model.extend is None:
+        trained = select(tensors, patterns, option="train.modules")
+    else:  # patterns may be meant for modules that are not there yet; they are checked when they are
+        trained = [name for name in tensors if any(matches(name, pattern) for pattern in patterns)]
     if config.train.method == "full":
         return [], trained if patterns else list(tensors)
     layers = [name.removesuffix(".weight") for name, info in tensors.items() if _is_layer(name, info)]
@@ -177,6 +183,8 @@ def _is_layer(name: str, info: TensorInfo) -> bool:
 
 def _check_groups(config: Config, adapted: list[str], trained: list[str]) -> None:
     names = [*trained, *(f"{name}.lora_{factor}.weight" for name in adapted for factor in "AB")]
+    if config.model.extend is not None:
+        return  # groups may be meant for modules that are not there yet
     for index, group in enumerate(config.train.groups):
         if not any(matches(name, group.pattern) for name in names):
             select(names, [group.pattern], option=f"train.groups.{index}.pattern")

@@ -1,20 +1,19 @@
 """What a run shows to whoever watches it; `flowshard parity` does."""
 
-from collections.abc import Callable, Mapping
-
 import torch
 
 from flowshard.parallel.strategies import Strategy
 from flowshard.train.batches import MicroBatch
+from flowshard.weights.load import NewTensor
 
-NewWeights = Mapping[str, Callable[[], torch.Tensor]]
+NewWeights = dict[str, NewTensor]
 
 
 class Observer:
     """Sees nothing. A subclass overrides what it wants to see; its methods are called on every process."""
 
     def new_weights(self, values: NewWeights) -> NewWeights:
-        """What makes the full value of every parameter that no file has, by its name; what is returned is used."""
+        """What makes the value of every tensor that the files may lack, by its name; what is returned is used."""
         return values
 
     def started(self, model: torch.nn.Module) -> None:

@@ -108,6 +108,20 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def check_spec(spec: str, *, option: str) -> tuple[str, str]:
+    """Split `FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`.
+
+    Raises:
+        UserError: it is of neither form, or there is no such file.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise UserError(f"{option}: {spec!r} is not FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(f"{option}: the file {place} does not exist")
+    return place, name
+
+
 def find_pipeline(path: str, *, option: str) -> Path:
     """The local folder of a diffusers pipeline, downloaded from the hub if `path` is a repository id.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,40 +18,19 @@ from flowshard.seeds import isolated_rng
 from flowshard.weights.files import TensorInfo
 from flowshard.weights.lora import base_name
 from flowshard.weights.precision import float32_modules, keeps_float32
+from flowshard.weights.report import LoadReport, some
 
-_SHOWN_NAMES = 8
 
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that the files may lack."""
 
-@dataclass
-class LoadReport:
-    """What became of every tensor of the model and of the files. Names are those of the files."""
-
-    loaded: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
-    """Tensors that no file has, by design: adapters."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shape_mismatch: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Name to (shape in the file, shape in the model)."""
-    dtype_changed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name to (type in the file, type in the model)."""
-
-    def raise_for_problems(self, source: Path) -> None:
-        """Refuse a model that is not filled completely and exactly.
-
-        Raises:
-            UserError: tensors are missing, unexpected or of another shape; the message names them.
-        """
-        problems = []
-        if self.missing:
-            problems.append(f"the files lack {_names(self.missing)}")
-        if self.unexpected:
-            problems.append(f"the model has no place for {_names(self.unexpected)}")
-        if self.shape_mismatch:
-            shapes = [f"{name} (file {file}, model {model})" for name, (file, model) in self.shape_mismatch.items()]
-            problems.append(f"shapes differ for {_names(shapes)}")
-        if problems:
-            raise UserError(f"{source}: the weights do not fit its config.json: {'; '.join(problems)}")
+    make: Callable[[], torch.Tensor]
+    """Its full value on the CPU."""
+    how: str
+    """Where the value comes from, for the report."""
+    forced: bool = False
+    """Whether it is new though the files have one of that name."""
 
 
 class Strategy(Protocol):
@@ -66,9 +45,18 @@ class Strategy(Protocol):
         """All parameters of a unit have their values."""
 
 
-def _names(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_SHOWN_NAMES])
-    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
+class Whole:
+    """Everything on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The value on the device; what is trained must not share memory with the mapping of a file."""
+        return value.to(self.device, copy=parameter.requires_grad)
+
+    def settle(self, unit: torch.nn.Module) -> None:
+        """Nothing is divided."""
 
 
 def build_model(transformer_class: str, folder: Path, changes: Mapping[str, Any] | None = None) -> torch.nn.Module:
@@ -90,9 +78,14 @@ def declare_types(model: torch.nn.Module, dtype: torch.dtype) -> None:
     What is trained becomes float32, the rest `dtype`, or float32 where the model asks for it.
     """
     keep = float32_modules(model)
-    for name, parameter in list(model.named_parameters()):
+    tied: dict[int, torch.Tensor] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in tied:
+            _assign(model, name, tied[id(parameter)], requires_grad=parameter.requires_grad)
+            continue
         wanted = torch.float32 if parameter.requires_grad or keeps_float32(name, keep) else dtype
-        _assign(model, name, torch.empty_like(parameter, dtype=wanted), requires_grad=parameter.requires_grad)
+        empty = torch.empty_like(parameter, dtype=wanted)
+        tied[id(parameter)] = _assign(model, name, empty, requires_grad=parameter.requires_grad)
 
 
 def materialise(
@@ -101,46 +94,57 @@ def materialise(
     *,
     source: Path,
     units: Sequence[torch.nn.Module],
-    new: Mapping[str, Callable[[], torch.Tensor]],
+    new: dict[str, NewTensor],
     strategy: Strategy,
+    removed: Collection[str] = (),
+    ignore_unexpected: bool = False,
 ) -> LoadReport:
     """Give every parameter and buffer of a meta model its value, unit by unit.
 
     A frozen parameter stays a view of the mapped file where type and device allow; nothing is read twice and no more
-    than one unit is held as a whole by strategies that divide it.
+    than one unit is held as a whole by strategies that divide it. Tied parameters stay tied.
 
     Args:
         model: from `build_model`, with adapters, types declared, and divided by the strategy.
         tensors: the files' tensors by name.
         source: the folder, for messages.
         units: parts of the model that are complete at once, in the order of execution; the rest of it comes last.
-        new: for parameters that no file has, by their name in the model, what makes their value.
+        new: for tensors that the files may lack, by their name in the model, what makes their value. They are taken out
+            as they are used, so that no value stays in memory.
         strategy: says which part of a tensor this process holds.
+        removed: names of the stock model whose modules are gone.
+        ignore_unexpected: whether other weights without a place are only reported.
 
     Raises:
         UserError: the files do not fill the model exactly.
     """
-    report = LoadReport()
-    expected = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in new}
-    by_file_name = {base_name(name): tensor for name, tensor in expected.items()}
-    report.missing = [name for name in by_file_name if name not in tensors]
-    report.unexpected = [name for name in tensors if name not in by_file_name]
-    for name, tensor in by_file_name.items():
-        if name in tensors and tensors[name].shape != tuple(tensor.shape):
-            report.shape_mismatch[name] = (tensors[name].shape, tuple(tensor.shape))
+    places = model.state_dict(keep_vars=True)
+    made = {name: one.how for name, one in new.items() if one.forced or base_name(name) not in tensors}
+    loaded = {base_name(name): tensor for name, tensor in places.items() if name not in made}
+    report = LoadReport(new=made)
+    report.missing = [name for name in loaded if name not in tensors]
+    for name, info in tensors.items():
+        if name not in loaded:
+            gone = name in removed or name in made
+            (report.dropped if gone or ignore_unexpected else report.unexpected).append(name)
+        elif info.shape != tuple(loaded[name].shape):
+            report.shape_mismatch[name] = (info.shape, tuple(loaded[name].shape))
     report.raise_for_problems(source)
 
     names = {id(module): name for name, module in model.named_modules()}
-    left = dict(model.state_dict(keep_vars=True))
+    left = dict(places)
+    done: dict[int, Any] = {}  # what tied names share is placed once
     with ExitStack() as stack:
         readers: dict[Path, Any] = {}
         for unit in (*units, model):
             prefix = names[id(unit)]
             for name in [name for name in left if not prefix or name.startswith(f"{prefix}.")]:
                 place = left.pop(name)
-                if name in new:
-                    value = new[name]()
-                    report.new.append(name)
+                if id(place) in done:
+                    _assign(model, name, done[id(place)], requires_grad=place.requires_grad)
+                    continue
+                if name in made:
+                    value = new.pop(name).make().to(place.dtype)
                 else:
                     info = tensors[base_name(name)]
                     if info.file not in readers:
@@ -150,7 +154,8 @@ def materialise(
                     report.loaded.append(base_name(name))
                     if stored.dtype != place.dtype:
                         report.dtype_changed[base_name(name)] = (str(stored.dtype), str(place.dtype))
-                _assign(model, name, strategy.place(place, value), requires_grad=place.requires_grad)
+                part = strategy.place(place, value)
+                done[id(place)] = _assign(model, name, part, requires_grad=place.requires_grad)
             strategy.settle(unit)
     for module in model.modules():  # buffers that no file holds, from the constructor
         for name in module._non_persistent_buffers_set:
@@ -160,13 +165,14 @@ def materialise(
     return report
 
 
-def _assign(model: torch.nn.Module, name: str, value: torch.Tensor, *, requires_grad: bool) -> None:
+def _assign(model: torch.nn.Module, name: str, value: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """Put a value in place, as a parameter if there was one; what is now there."""
     parent_name, _, leaf = name.rpartition(".")
     parent = model.get_submodule(parent_name)
-    if leaf in parent._parameters:
-        setattr(parent, leaf, torch.nn.Parameter(value, requires_grad=requires_grad))
-    else:
-        setattr(parent, leaf, value)
+    if leaf in parent._parameters and not isinstance(value, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, requires_grad=requires_grad)
+    setattr(parent, leaf, value)
+    return value
 
 
 def load_modules(model: torch.nn.Module, file: Path) -> None:
@@ -178,5 +184,5 @@ def load_modules(model: torch.nn.Module, file: Path) -> None:
     outcome = model.load_state_dict(load_file(file), strict=False)
     if outcome.unexpected_keys:
         raise UserError(
-            f"{file}: the model has no place for {_names(outcome.unexpected_keys)}; it was trained on another"
+            f"{file}: the model has no place for {some(outcome.unexpected_keys)}; it was trained on another"
         )

@@ -21,6 +21,11 @@ def is_lora(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def is_lora_b(name: str) -> bool:
+    """Whether a parameter is the second factor of an adapter, which starts at zero."""
+    return ".lora_B." in name
+
+
 def base_name(name: str) -> str:
     """The name that a frozen parameter has without adapters: peft nests it in `base_layer`."""
     return name.replace(".base_layer.", ".")

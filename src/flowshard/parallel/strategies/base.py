@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flowshard.parallel.strategies.scaling import LossScale
+from flowshard.weights.load import Whole
 
 ParameterGroups = list[dict[str, object]]
 Tensors = dict[str, torch.Tensor]
@@ -55,8 +56,7 @@ class Strategy(ABC):
 
     def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The part of a full value that this process holds of a meta parameter, on the device."""
-        # What is trained must not share memory with the mapping of a file.
-        return value.to(self.device, copy=parameter.requires_grad)
+        return Whole(self.device).place(parameter, value)
 
     def settle(self, unit: torch.nn.Module) -> None:  # noqa: B027
         """All parameters of a unit have their values."""
