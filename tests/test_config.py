@@ -334,8 +334,6 @@ def test_noise_range_that_is_no_range_is_refused_by_name(load: Loader, value: An
 
 LATER = {
     "model.expert": "high",
-    "lora.init_from": "lora.safetensors",
-    "lora.preset": ["lora.safetensors"],
     "objective.guidance": 3.5,
     "memory.compile": True,
     "validation.every": 5,

@@ -66,6 +66,15 @@ def _generate(parsed: argparse.Namespace) -> None:
         sys.stdout.write(f"wrote {parsed.output}\n")
 
 
+def _export(parsed: argparse.Namespace) -> None:
+    from flowshard.weights.convert import ExportOptions, check_export, export
+
+    fields = ExportOptions.__dataclass_fields__
+    checked = check_export(ExportOptions(**{name: getattr(parsed, name) for name in fields}))
+    for path in export(checked):
+        sys.stdout.write(f"wrote {path}\n")
+
+
 def _parity(parsed: argparse.Namespace) -> None:
     from flowshard.parity.command import ParityOptions, parity
 
@@ -199,6 +208,24 @@ def _parser() -> argparse.ArgumentParser:
         help="disturb one process on purpose, to see it found: noise@RANK, output:MODULE@RANK, gradient:MODULE@RANK",
     )
     parity.set_defaults(run=_parity)
+
+    export = commands.add_parser(
+        "export",
+        help="write a trained LoRA or trained weights in another program's names",
+        description="Write a LoRA, or whole weights, in the names of diffusers, of the publisher (DiffSynth-Studio reads "
+        "these) or of ComfyUI. Reads all of these formats.",
+    )
+    export.add_argument("source", metavar="SOURCE", type=Path, help="run, checkpoint, or LoRA file")
+    export.add_argument("--format", required=True, choices=("diffusers", "original", "comfyui"), help="names to write")
+    export.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help=".safetensors; or a folder, see docs"
+    )
+    export.add_argument("--merge", action="store_true", help="add the LoRA to the weights of --model and write these")
+    export.add_argument("--model", metavar="DIR", help="diffusers folder or hub id of the base model")
+    export.add_argument(
+        "--variant", metavar="NAME", help="what the LoRA was trained on, if neither run nor --model says"
+    )
+    export.set_defaults(run=_export)
 
     tiny = commands.add_parser(
         "tiny",

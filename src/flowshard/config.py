@@ -132,9 +132,9 @@ class LoraConfig(Section):
     """Layers that get an adapter, by the end of their name, in diffusers' or the publisher's vocabulary
     (`to_q` = `q`); the family's default if null."""
     init_from: str | None = None
-    """A LoRA file to go on training from."""
+    """A LoRA file to go on training from, in any of the formats that `flowshard export` writes. Its rank is `lora.rank`."""
     preset: list[str] = []
-    """LoRA files that are fused into the frozen weights first."""
+    """LoRA files, in any of these formats, that are added to the weights first."""
 
 
 class ObjectiveConfig(Section):
@@ -270,8 +270,6 @@ class Config(Section):
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "model.expert": (None,),
-    "lora.init_from": (None,),
-    "lora.preset": ([],),
     "objective.guidance": ("auto",),
     "memory.compile": (False,),
     "validation.every": (0,),

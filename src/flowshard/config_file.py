@@ -248,8 +248,9 @@ def _check_conflicts(config: Config) -> None:
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch}; "
             f"use a micro_batch of {_divisors(train.global_batch)}"
         )
-    if train.method == "full" and config.lora.targets is not None:
-        raise UserError("lora.targets has no effect with train.method=full; use train.modules or train.method=lora")
+    for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
+        if train.method == "full" and given is not None:
+            raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")
 
 
 def _divisors(number: int) -> str:

@@ -19,6 +19,7 @@ from flowshard.weights.files import (
     atomic_file,
     check_spec,
     find_pipeline,
+    find_trained,
     read_header,
     read_headers,
     read_json,
@@ -94,10 +95,12 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
     lora = weights = None
     if options.lora is not None:
-        lora = _find(options.lora, LORA_FILE, option="--lora")
+        lora = find_trained(options.lora, LORA_FILE, option="--lora")
         _check_lora(lora, folder)
     if options.weights is not None:
-        weights = _find(options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights").parent
+        weights = find_trained(
+            options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights"
+        ).parent
         read_headers(weights)
     return CheckedGeneration(options, folder, family, lora, weights, layout)
 
@@ -114,20 +117,6 @@ def _check_lora(lora: Path, folder: Path) -> None:
         if weight is None or weight.shape[1] != info.shape[1]:
             problem = "has no layer" if weight is None else "has another width at"
             raise UserError(f"--lora: {lora} was trained on another model: {folder} {problem} {layer}")
-
-
-def _find(path: Path, *names: str, option: str) -> Path:
-    """The file itself, or the newest of that name in a checkpoint or a run."""
-    if path.is_file():
-        return path
-    checkpoints = sorted((path / "checkpoints").glob("step-*"), reverse=True)
-    for folder in (path, *checkpoints):
-        for name in names:
-            if (folder / name).is_file():
-                return folder / name
-    raise UserError(
-        f"{option}: {path} does not exist or holds no {' or '.join(names)}; give a file, a checkpoint or a run"
-    )
 
 
 def generate(checked: CheckedGeneration) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
+from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +62,8 @@ class Family(ABC):
     """Layers that get an adapter by default, in diffusers' names."""
     lora_aliases: ClassVar[Mapping[str, str]]
     """The publisher's layer names to diffusers' names."""
+    names: ClassVar[Vocabulary]
+    """Names of the transformer's layers and tensors in the publisher's files."""
     encoding_version: ClassVar[int]
     """Raised whenever the result of `encode_media` or `encode_text` changes, so that no stale cache entry is used."""
 

@@ -102,8 +102,10 @@ class Tracer(Observer):
 
 
 def _spread(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    zeros = make()
-    return torch.randn(zeros.shape, generator=generator(0, "parity", name)) * _SPREAD
+    value = make()
+    if value.any():  # a LoRA that was trained before
+        return value
+    return torch.randn(value.shape, generator=generator(0, "parity", name)) * _SPREAD
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -22,6 +22,7 @@ from flowshard.weights import lora
 from flowshard.weights.extend import Extension, extend_model
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
+from flowshard.weights.lora_files import load_factors
 from flowshard.weights.precision import compute_in_float32
 from flowshard.weights.report import LoadReport
 
@@ -79,6 +80,10 @@ def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> B
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
     new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
+    if inputs.init_from is not None:
+        scale = config.lora.alpha / config.lora.rank
+        for name, make in lora.values_from(load_factors(inputs.init_from), scale=scale).items():
+            new[name] = NewTensor(make, f"LoRA from {inputs.init_from.path}")
     for name, value in extension.values.items():
         new[name] = NewTensor(partial(_given, value), extension.how[name], forced=name in extension.declared)
     settings = group_settings(model, config.train)
@@ -125,6 +130,7 @@ def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
         new=build.new,
         strategy=strategy,
         removed=build.removed,
+        presets=[load_factors(file) for file in inputs.presets],
         ignore_unexpected=inputs.config.model.unexpected == "ignore",
     )
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowshard.config import Config
@@ -24,6 +24,7 @@ from flowshard.weights.files import (
     read_json,
     scheduler_shift,
 )
+from flowshard.weights.lora_files import LoraFile, adapted_layers, read_lora
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class RunInputs:
     """Modules that get an adapter; empty for full training."""
     trained: list[str]
     """Base parameters that are trained."""
+    init_from: LoraFile | None
+    """Where adapters get their values."""
+    presets: tuple[LoraFile, ...]
+    """LoRAs that are added to the weights."""
     metadata: Metadata
     layout: Layout
     shift: float
@@ -72,9 +77,17 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     _check_batches(config, metadata)
     folder = find_pipeline(config.model.path, option="model.path")
     check_pipeline(folder, family, option="model.path")
-    tensors = _shortened(read_headers(folder / TRANSFORMER_FOLDER), family, config.model.layers)
+    whole = read_headers(folder / TRANSFORMER_FOLDER)
+    tensors = _shortened(whole, family, config.model.layers)
     _check_sequence(config, layout, family, metadata, folder)
-    adapted, trained = _select_trained(config, family, tensors)
+    layers = adapted_layers((name, info.shape) for name, info in whole.items())
+    presets = tuple(
+        _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
+    )
+    init = None
+    if config.lora.init_from is not None:
+        init = _only(read_lora(Path(config.lora.init_from), layers, family.names, option="lora.init_from"), tensors)
+    adapted, trained = _select_trained(config, family, tensors, init)
     _check_groups(config, adapted, trained)
     check_writable(Path(config.output), option="output")
     if config.cache_folder is not None:
@@ -96,6 +109,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         tensors=tensors,
         adapted=adapted,
         trained=trained,
+        init_from=init,
+        presets=presets,
         metadata=metadata,
         layout=layout,
         shift=scheduler_shift(folder, variant.shift) if shift == "auto" else shift,
@@ -156,7 +171,14 @@ def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Me
         )
 
 
-def _select_trained(config: Config, family: Family, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
+def _only(file: LoraFile, tensors: dict[str, TensorInfo]) -> LoraFile:
+    """The file without layers of blocks that `model.layers` leaves out."""
+    return replace(file, layers=tuple(layer for layer in file.layers if f"{layer.name}.weight" in tensors))
+
+
+def _select_trained(
+    config: Config, family: Family, tensors: dict[str, TensorInfo], init: LoraFile | None
+) -> tuple[list[str], list[str]]:
     """The modules with an adapter and the base parameters that are trained, in the order of the files."""
     patterns = config.train.modules
     if config.model.extend is None:
@@ -165,8 +187,13 @@ def _select_trained(config: Config, family: Family, tensors: dict[str, TensorInf
         trained = [name for name in tensors if any(matches(name, pattern) for pattern in patterns)]
     if config.train.method == "full":
         return [], trained if patterns else list(tensors)
-    layers = [name.removesuffix(".weight") for name, info in tensors.items() if _is_layer(name, info)]
-    adapted = select(layers, family.resolve_targets(config.lora.targets), option="lora.targets", at_end=True)
+    layers = list(adapted_layers((name, info.shape) for name, info in tensors.items()))
+    if init is not None and config.lora.targets is None:
+        adapted = [layer.name for layer in init.layers]
+    else:
+        adapted = select(layers, family.resolve_targets(config.lora.targets), option="lora.targets", at_end=True)
+    if init is not None:
+        _check_init(config, init, adapted)
     both = [name for name in adapted if f"{name}.weight" in trained]
     if both:
         raise UserError(
@@ -176,9 +203,16 @@ def _select_trained(config: Config, family: Family, tensors: dict[str, TensorInf
     return adapted, trained
 
 
-def _is_layer(name: str, info: TensorInfo) -> bool:
-    """Whether a tensor is the weight of a linear layer or convolution, which peft can adapt."""
-    return name.endswith(".weight") and len(info.shape) >= 2
+def _check_init(config: Config, init: LoraFile, adapted: list[str]) -> None:
+    if init.rank != config.lora.rank:
+        found = "layers of several ranks" if init.rank is None else f"rank {init.rank}"
+        fix = "give a file of one rank" if init.rank is None else f"set lora.rank={init.rank}"
+        raise UserError(f"lora.rank: {config.lora.rank}, but {init.path} has {found}; {fix}")
+    left = [layer.name for layer in init.layers if layer.name not in adapted]
+    if left:
+        raise UserError(
+            f"lora.targets: leaves out {', '.join(left[:4])}, which {init.path} has; add them, or set lora.targets=null"
+        )
 
 
 def _check_groups(config: Config, adapted: list[str], trained: list[str]) -> None:

@@ -83,7 +83,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     say(describe_plan(inputs, build, memory, latents=largest.latents.shape[1:], device=device))
     report = fill(build, inputs, strategy)
     say(f"{'weights':<11} {len(report.loaded)} tensors loaded, {len(report.new)} new")
-    if config.model.extend is not None or report.dropped:
+    if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
         say(report.table())
     strategy.start(build.model, build.settings, make_optimizer)
     observer.started(build.model)

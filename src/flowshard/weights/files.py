@@ -108,6 +108,24 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def find_trained(path: Path, *names: str, option: str) -> Path:
+    """The file itself, or the newest of these names in a checkpoint or a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_file():
+        return path
+    checkpoints = sorted((path / "checkpoints").glob("step-*"), reverse=True)
+    for folder in (path, *checkpoints):
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    raise UserError(
+        f"{option}: {path} does not exist or holds no {' or '.join(names)}; give a file, a checkpoint or a run"
+    )
+
+
 def check_spec(spec: str, *, option: str) -> tuple[str, str]:
     """Split `FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`.
 

@@ -17,6 +17,7 @@ from flowshard.errors import UserError
 from flowshard.seeds import isolated_rng
 from flowshard.weights.files import TensorInfo
 from flowshard.weights.lora import base_name
+from flowshard.weights.lora_files import Factors
 from flowshard.weights.precision import float32_modules, keeps_float32
 from flowshard.weights.report import LoadReport, some
 
@@ -97,6 +98,7 @@ def materialise(
     new: dict[str, NewTensor],
     strategy: Strategy,
     removed: Collection[str] = (),
+    presets: Sequence[Mapping[str, Factors]] = (),
     ignore_unexpected: bool = False,
 ) -> LoadReport:
     """Give every parameter and buffer of a meta model its value, unit by unit.
@@ -113,6 +115,7 @@ def materialise(
             as they are used, so that no value stays in memory.
         strategy: says which part of a tensor this process holds.
         removed: names of the stock model whose modules are gone.
+        presets: LoRAs by layer that are added to the weights.
         ignore_unexpected: whether other weights without a place are only reported.
 
     Raises:
@@ -150,7 +153,13 @@ def materialise(
                     if info.file not in readers:
                         readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
                     stored = readers[info.file].get_tensor(base_name(name))
-                    value = stored.to(place.dtype)
+                    value = stored
+                    for factors in presets:
+                        one = factors.get(base_name(name).removesuffix(".weight"))
+                        if one is not None:
+                            value = one.added_to(value.float())
+                            report.fused.append(base_name(name))
+                    value = value.to(place.dtype)
                     report.loaded.append(base_name(name))
                     if stored.dtype != place.dtype:
                         report.dtype_changed[base_name(name)] = (str(stored.dtype), str(place.dtype))

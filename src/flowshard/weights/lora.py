@@ -1,7 +1,7 @@
 """Low-rank adapters through peft: injection, initialisation and the names of their tensors."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from flowshard.seeds import isolated_rng
+from flowshard.weights.lora_files import Factors
 
 ADAPTER = "default"
 """Name of the one adapter that is trained."""
@@ -51,6 +52,24 @@ def initial_values(model: torch.nn.Module, *, seed: int) -> dict[str, Callable[[
         values[f"{name}.lora_A.{ADAPTER}.weight"] = partial(_kaiming, a, seed, name)
         values[f"{name}.lora_B.{ADAPTER}.weight"] = partial(torch.zeros, b)
     return values
+
+
+def values_from(factors: Mapping[str, Factors], *, scale: float) -> dict[str, Callable[[], torch.Tensor]]:
+    """For the adapter parameters of these layers, what makes their value.
+
+    Args:
+        factors: of a LoRA file, by layer.
+        scale: alpha / rank of the run. What the file's own scale differs from it goes into B.
+    """
+    values: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, one in factors.items():
+        values[f"{name}.lora_A.{ADAPTER}.weight"] = one.first.float
+        values[f"{name}.lora_B.{ADAPTER}.weight"] = partial(_scaled, one.second, one.scale / scale)
+    return values
+
+
+def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
+    return value.float() * factor
 
 
 def _kaiming(shape: torch.Size, seed: int, name: str) -> torch.Tensor:

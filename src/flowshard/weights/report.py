@@ -24,6 +24,8 @@ class LoadReport:
     loaded: list[str] = field(default_factory=list)
     new: dict[str, str] = field(default_factory=dict)
     """Tensors that no file has, by design, to how they got their value: adapters and added modules."""
+    fused: list[str] = field(default_factory=list)
+    """Weights that a preset LoRA was added to."""
     dropped: list[str] = field(default_factory=list)
     """Weights in the files of modules that were removed or replaced, or that were to be ignored."""
     missing: list[str] = field(default_factory=list)
@@ -43,6 +45,7 @@ class LoadReport:
         for how in dict.fromkeys(self.new.values()):
             kinds.append((f"new, {how}", [name for name, own in self.new.items() if own == how]))
         kinds += [
+            ("fused", self.fused),
             ("dropped", self.dropped),
             ("missing", self.missing),
             ("unexpected", self.unexpected),

@@ -1,0 +1,185 @@
+"""`flowshard export`: what a run trained, in the names and files that other programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowshard.errors import UserError
+from flowshard.families import Family, find_family_of_pipeline, find_variant
+from flowshard.weights.files import (
+    LORA_FILE,
+    MODULES_FILE,
+    TRANSFORMER_FOLDER,
+    TensorInfo,
+    atomic_file,
+    find_pipeline,
+    find_trained,
+    read_header,
+    read_headers,
+    read_json,
+)
+from flowshard.weights.lora_files import (
+    Factors,
+    Format,
+    LoraFile,
+    adapted_layers,
+    load_factors,
+    lora_tensors,
+    read_lora,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+_WHOLE_PREFIX = {"original": "", "comfyui": "model.diffusion_model."}
+"""What precedes the publisher's names of a whole model's tensors."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `flowshard export`."""
+
+    source: Path
+    format: Format
+    output: Path
+    merge: bool
+    model: str | None
+    variant: str | None
+
+
+@dataclass(frozen=True)
+class CheckedExport:
+    """Options together with what they lead to."""
+
+    options: ExportOptions
+    family: Family
+    lora: LoraFile | None
+    modules: Path | None
+    """What was trained in full beside the LoRA."""
+    whole: Path | None
+    """Folder of whole weights: the trained ones, or the base that is merged into."""
+
+
+def check_export(options: ExportOptions) -> CheckedExport:
+    """Find mistakes before torch is imported.
+
+    Raises:
+        UserError: naming option, file or key, and the fix.
+    """
+    found = find_trained(options.source, LORA_FILE, f"{TRANSFORMER_FOLDER}/{_CONFIG}", option="SOURCE")
+    family, base = _family(options, found)
+    if not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output: the folder {options.output.absolute().parent} does not exist")
+    if found.name == _CONFIG:
+        if options.merge:
+            raise UserError(f"--merge: {found.parent} holds whole weights, there is nothing to merge")
+        _check_output(options, whole=True)
+        return CheckedExport(options, family, None, None, found.parent)
+    if options.merge and base is None:
+        raise UserError("--merge: give the base model with --model")
+    _check_output(options, whole=options.merge)
+    layers = None if base is None else adapted_layers((n, i.shape) for n, i in read_headers(base).items())
+    modules = found.with_name(MODULES_FILE)
+    return CheckedExport(
+        options,
+        family,
+        read_lora(found, layers, family.names, option="SOURCE"),
+        modules if modules.is_file() else None,
+        base if options.merge else None,
+    )
+
+
+def _check_output(options: ExportOptions, *, whole: bool) -> None:
+    folder = whole and options.format == "diffusers"
+    if folder and options.output.suffix == ".safetensors":
+        raise UserError(f"--output: whole weights in diffusers' layout are a folder, not {options.output.name}")
+    if not folder and options.output.suffix != ".safetensors":
+        raise UserError(f"--output: give a .safetensors file, not {options.output}")
+
+
+def _family(options: ExportOptions, found: Path) -> tuple[Family, Path | None]:
+    """The family, and the folder of the base model's transformer if it is known."""
+    if options.model is not None:
+        folder = find_pipeline(options.model, option="--model")
+        name = read_json(folder / "model_index.json").get("_class_name", "")
+        family = find_family_of_pipeline(name)
+        if family is None:
+            raise UserError(f"--model: {folder} holds a {name}, which no family here knows")
+        return family, folder / TRANSFORMER_FOLDER
+    variant = options.variant or _variant_of_run(found)
+    if variant is None:
+        raise UserError(f"--variant: {found} belongs to no run here; say what it was trained on, or give --model")
+    return find_variant(variant, option="--variant")[0], None
+
+
+def _variant_of_run(found: Path) -> str | None:
+    import yaml
+
+    for folder in found.absolute().parents:
+        file = folder / "config.yaml"
+        if file.is_file():
+            settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+            return str(settings["model"]["variant"])
+    return None
+
+
+def export(checked: CheckedExport) -> list[Path]:
+    """Write the files; which ones."""
+    from safetensors.torch import load_file, save_file
+
+    options, family = checked.options, checked.family
+    if checked.whole is not None:
+        return [_export_whole(checked, checked.whole)]
+    assert checked.lora is not None  # noqa: S101
+    tensors = lora_tensors(load_factors(checked.lora), family.names, options.format)
+    written = [options.output]
+    with atomic_file(options.output) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    if checked.modules is not None:
+        beside = options.output.with_name(f"{options.output.stem}.{MODULES_FILE}")
+        renamed = {_rename(name, options, family): value for name, value in load_file(checked.modules).items()}
+        with atomic_file(beside) as temporary:
+            save_file(renamed, temporary, metadata={"format": "pt"})
+        written.append(beside)
+    return written
+
+
+def _export_whole(checked: CheckedExport, source: Path) -> Path:
+    from safetensors.torch import save_file
+
+    options, family = checked.options, checked.family
+    factors = {} if checked.lora is None else load_factors(checked.lora)
+    tensors = {_rename(name, options, family): value for name, value in _merged(source, factors, checked.modules)}
+    output = options.output
+    if options.format == "diffusers":
+        output.mkdir(exist_ok=True)
+        (output / _CONFIG).write_bytes((source / _CONFIG).read_bytes())
+        output = output / _WEIGHTS
+    with atomic_file(output) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    return options.output
+
+
+def _merged(source: Path, factors: dict[str, Factors], modules: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole weights, with a LoRA added and what was trained in full in its place. What does not change is mapped."""
+    from safetensors import safe_open
+
+    own = {} if modules is None else read_header(modules)
+    headers: dict[str, TensorInfo] = {**read_headers(source), **own}
+    for file in dict.fromkeys(info.file for info in headers.values()):
+        with safe_open(file, framework="pt") as reader:
+            for name in [name for name, info in headers.items() if info.file == file]:
+                value = reader.get_tensor(name)
+                one = factors.get(name.removesuffix(".weight"))
+                yield name, value if one is None else one.added_to(value)
+
+
+def _rename(name: str, options: ExportOptions, family: Family) -> str:
+    """A tensor's name in the format; what was added to the model has no other."""
+    if options.format == "diffusers":
+        return name
+    return _WHOLE_PREFIX[options.format] + (family.names.to_original(name) or name)
