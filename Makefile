@@ -32,6 +32,7 @@ lint: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/sequence.py
+	$(BIN)/python benchmarks/loading.py
 
 clean:
 	rm -rf .venv runs

@@ -62,7 +62,7 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
     inputs = check_inputs(config)
     device = torch.device("cpu")
     processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
-    encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, torch.float32, device)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, torch.float32, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels)

@@ -74,7 +74,7 @@ def batches(inputs: RunInputs) -> StepBatches:
     config = inputs.config
     processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
     dtype = getattr(torch, config.model.dtype)
-    encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, dtype, processes.device)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
     return StepBatches(dataset, inputs.family, config, inputs.layout, levels)

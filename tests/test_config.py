@@ -176,7 +176,7 @@ def test_unknown_option_unlike_any_points_to_the_help(load: Loader) -> None:
         ("seed", -1, "seed: -1 is not greater than or equal to 0"),
         ("data.height", -16, "data.height: -16 is not greater than 0"),
         ("data.metadata", 3, "data.metadata: 3 is not a valid string"),
-        ("model.path", ["a"], "model.path: ['a'] is not a valid string"),
+        ("model.path", {"a": 1}, "model.path: {'a': 1} is not a valid string or a valid list"),
         ("memory.compile", "perhaps", "memory.compile: 'perhaps' is not a valid boolean"),
         ("train.learning_rate", float("nan"), "train.learning_rate: nan is not "),
         ("train.learning_rate", float("inf"), "train.learning_rate: inf is not "),

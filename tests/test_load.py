@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from flowshard.errors import UserError
 from flowshard.train.inputs import check_inputs
-from flowshard.weights.files import read_headers
+from flowshard.weights.files import read_headers, read_json
 from flowshard.weights.load import Whole, build_model, declare_types, materialise
 from tests import runs
+from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = build_model("WanTransformer3DModel", folder)
+    model = build_model("WanTransformer3DModel", read_json(folder / "config.json"))
     model.requires_grad_(False)
     declare_types(model, dtype)
     materialise(model, read_headers(folder), source=folder, units=[], new={}, strategy=Whole(CPU))
@@ -119,3 +122,19 @@ def test_a_config_that_disagrees_with_the_weights_is_refused(copy: Path) -> None
     (copy / "config.json").write_text(json.dumps({**settings, "num_layers": 2}))
     with pytest.raises(UserError, match=r"the model has no place for blocks\.2"):
         _load(copy)
+
+
+@pytest.mark.slow
+def test_processes_hold_little_more_than_their_share_while_loading() -> None:
+    """The benchmark, with a looser bound: own memory at its peak, less a constant, over the share of the model."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/loading.py", "--layers", "8"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ratios = [float(line.split()[-1]) for line in done.stdout.splitlines()[1:]]
+    assert len(ratios) == 4
+    assert max(ratios) < 1.5, done.stdout

@@ -73,7 +73,7 @@ def test_prediction_equals_the_pipelines_own_transformer_call(tiny: Path, clips:
     hook.remove()
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "train.method=full", "lora.targets=null"))
     model = runs.fill_model(inputs).model
-    encoders = inputs.family.load_encoders(inputs.folder, dtype=torch.float32, device=CPU)
+    encoders = inputs.family.load_encoders(inputs.source, dtype=torch.float32, device=CPU)
     conditions = inputs.family.batch_conditions([inputs.family.encode_text(encoders, prompt)])
     with torch.no_grad():
         found = inputs.family.denoise(model, calls[0]["hidden_states"], calls[0]["timestep"] / 1000, conditions)

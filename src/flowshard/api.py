@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
 from flowshard.device import resolve_device
 from flowshard.families import Family, find_variant
 from flowshard.weights.extend import Extension, extend_model
-from flowshard.weights.files import TRANSFORMER_FOLDER, check_pipeline, find_pipeline, read_headers
 from flowshard.weights.load import NewTensor, Whole, build_model, declare_types, materialise
 from flowshard.weights.report import LoadReport
+from flowshard.weights.source import ModelSource, find_source
 
 
 def load(
     variant: str,
-    path: str | Path,
+    path: str | Path | Sequence[str],
     *,
     extend: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -29,7 +29,7 @@ def load(
 
     Args:
         variant: for example `wan2.1-t2v-1.3b`.
-        path: a diffusers folder, or the id of one on the hub.
+        path: a diffusers folder, the id of one on the hub, or the publisher's files: `model.path` of a config.
         extend: `FILE.py:FUNCTION` that adds, replaces or removes modules; see `docs/weights.md`.
         dtype: of the weights, but for those that the model keeps in float32.
         device: `auto`, `cpu`, `cuda` or `npu`, or with an index.
@@ -41,18 +41,20 @@ def load(
     Raises:
         UserError: the files do not fill the model, or the extension fails.
     """
-    family, _ = find_variant(variant, option="variant")
-    folder = find_pipeline(str(path), option="path")
-    check_pipeline(folder, family, option="path")
-    source = folder / TRANSFORMER_FOLDER
+    family, row = find_variant(variant, option="variant")
+    source = find_source(_paths(path), family, row, option="path")
     return load_transformer(
         family, source, extend=extend, dtype=dtype, device=resolve_device(device), seed=seed, trainable=True
     )
 
 
+def _paths(path: str | Path | Sequence[str]) -> str | list[str]:
+    return str(path) if isinstance(path, (str, Path)) else [str(one) for one in path]
+
+
 def load_pipeline(
     variant: str,
-    path: str | Path,
+    path: str | Path | Sequence[str],
     *,
     extend: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -61,14 +63,15 @@ def load_pipeline(
 ) -> tuple[Any, LoadReport]:
     """The stock diffusers pipeline of a variant around the transformer that `load` gives; arguments as there."""
     transformer, report = load(variant, path, extend=extend, dtype=dtype, device=device, seed=seed)
-    family, _ = find_variant(variant, option="variant")
-    folder = find_pipeline(str(path), option="path")
-    return assemble(family, folder, transformer.eval(), dtype=dtype).to(resolve_device(device)), report
+    family, row = find_variant(variant, option="variant")
+    source = find_source(_paths(path), family, row, option="path")
+    pipeline = family.make_pipeline(source, transformer.eval(), dtype=dtype)
+    return pipeline.to(resolve_device(device)), report
 
 
 def load_transformer(
     family: Family,
-    source: Path,
+    source: ModelSource,
     *,
     extend: str | None,
     dtype: torch.dtype,
@@ -77,11 +80,11 @@ def load_transformer(
     trainable: bool = False,
     option: str = "extend",
 ) -> tuple[torch.nn.Module, LoadReport]:
-    """The transformer from a folder with its `config.json` and weights.
+    """The transformer of a source.
 
     Args:
         family: of the model.
-        source: the folder.
+        source: its files.
         extend: function that changes the model first.
         dtype: of the weights, but for those that the model keeps in float32.
         device: where the weights go.
@@ -89,7 +92,7 @@ def load_transformer(
         trainable: whether parameters require gradients; else they stay views of the mapped files where they can.
         option: names the extension in messages.
     """
-    model = build_model(family.transformer_class, source)
+    model = build_model(family.transformer_class, source.config)
     extension = Extension() if extend is None else extend_model(model, extend, seed=seed, option=option)
     model.requires_grad_(False)
     declare_types(model, dtype)
@@ -100,22 +103,11 @@ def load_transformer(
     }
     report = materialise(
         model,
-        read_headers(source),
-        source=source,
+        source.tensors,
+        source=source.transformer,
         units=[],
         new=new,
         strategy=Whole(device),
         removed=extension.removed,
     )
     return model, report
-
-
-def assemble(family: Family, folder: Path, transformer: torch.nn.Module, *, dtype: torch.dtype) -> Any:
-    """The stock pipeline with this transformer. Its VAE works in float32, as in training."""
-    pipeline_class = getattr(diffusers, family.pipeline_class)
-    return pipeline_class.from_pretrained(
-        folder,
-        transformer=transformer,
-        torch_dtype={"default": dtype, "vae": torch.float32},
-        local_files_only=True,
-    )

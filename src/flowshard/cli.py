@@ -98,7 +98,7 @@ def _tiny(parsed: argparse.Namespace) -> None:
     from flowshard.libraries import quiet_libraries
 
     quiet_libraries()
-    write_tiny_pipeline(parsed.variant, parsed.directory, seed=parsed.seed)
+    write_tiny_pipeline(parsed.variant, parsed.directory, seed=parsed.seed, form=parsed.format)
     sys.stdout.write(f"wrote {parsed.directory}\n")
 
 
@@ -148,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         help="make a clip or a picture with a trained LoRA or trained weights",
         description="Make a clip (.mp4) or, for one frame, a picture (.png) through the stock diffusers pipeline.",
     )
-    generate.add_argument("--model", required=True, metavar="DIR", help="diffusers folder or hub id of the base model")
+    generate.add_argument(
+        "--model", required=True, metavar="DIR", help="base model: diffusers folder, hub id, or the publisher's folder"
+    )
+    generate.add_argument("--variant", metavar="NAME", help="what --model is, if it is the publisher's folder")
     generate.add_argument("--lora", type=Path, metavar="FILE", help="LoRA file, checkpoint or run")
     generate.add_argument("--weights", type=Path, metavar="DIR", help="trained transformer, checkpoint or run")
     generate.add_argument("--extend", metavar="SPEC", help="model.extend of the run, if it had one")
@@ -221,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
         "--output", required=True, type=Path, metavar="FILE", help=".safetensors; or a folder, see docs"
     )
     export.add_argument("--merge", action="store_true", help="add the LoRA to the weights of --model and write these")
-    export.add_argument("--model", metavar="DIR", help="diffusers folder or hub id of the base model")
+    export.add_argument(
+        "--model", metavar="DIR", help="base model: diffusers folder, hub id, or the publisher's folder"
+    )
     export.add_argument(
         "--variant", metavar="NAME", help="what the LoRA was trained on, if neither run nor --model says"
     )
@@ -238,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("variant", metavar="VARIANT", nargs="?", help="for example wan2.1-t2v-1.3b")
     tiny.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="an empty or new folder")
     tiny.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    tiny.add_argument(
+        "--format", default="diffusers", choices=("diffusers", "original"), help="layout (default: %(default)s)"
+    )
     tiny.add_argument("--list", action="store_true", help="list the variants")
     tiny.set_defaults(run=_tiny)
     return parser

@@ -41,8 +41,9 @@ class ModelConfig(Section):
 
     variant: str
     """The published model, for example `wan2.1-t2v-1.3b`. It decides family, conditions and defaults."""
-    path: str
-    """Where its weights are: a folder in the diffusers layout, or the id of such a repository on the hub."""
+    path: str | list[str]
+    """Where its weights are: a folder in the diffusers layout or the id of such a repository on the hub; or the publisher's
+    own files, as a folder or as a list of files, globs and REPOSITORY:PATTERN."""
     extend: str | None = None
     """`FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`: gets the transformer before its weights load and adds, replaces or
     removes modules. What it adds is trained, saved and reported."""

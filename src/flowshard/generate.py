@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 from flowshard.data.media import write_video
 from flowshard.errors import UserError
-from flowshard.families import Family, find_family_of_pipeline
+from flowshard.families import Family
 from flowshard.parallel.layout import Layout, generation_layout
 from flowshard.weights.files import (
     LORA_FILE,
@@ -18,12 +18,12 @@ from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
     atomic_file,
     check_spec,
-    find_pipeline,
     find_trained,
     read_header,
     read_headers,
     read_json,
 )
+from flowshard.weights.source import ModelSource, find_any_source
 
 if TYPE_CHECKING:
     from flowshard.parallel.processes import Processes
@@ -49,6 +49,7 @@ class GenerateOptions:
     device: str
     dtype: str
     sequence: int
+    variant: str | None
     extend: str | None
 
 
@@ -57,7 +58,7 @@ class CheckedGeneration:
     """Options together with what they lead to on the disk."""
 
     options: GenerateOptions
-    folder: Path
+    source: ModelSource
     family: Family
     lora: Path | None
     weights: Path | None
@@ -70,11 +71,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     Raises:
         UserError: naming option, value and fix.
     """
-    folder = find_pipeline(options.model, option="--model")
-    pipeline = read_json(folder / "model_index.json").get("_class_name", "")
-    family = find_family_of_pipeline(pipeline)
-    if family is None:
-        raise UserError(f"--model: {folder} holds a {pipeline}, which no family here generates with")
+    family, source = find_any_source(options.model, options.variant, option="--model")
     family.check_size(options.height, options.width, options.frames, where="--")
     wanted = ".png" if options.frames == 1 else ".mp4"
     if options.output.suffix.lower() != wanted:
@@ -86,8 +83,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--steps and --fps are at least 1, not {options.steps} and {options.fps}")
     if options.extend is not None:
         check_spec(options.extend, option="--extend")
-    heads = read_json(folder / TRANSFORMER_FOLDER / "config.json")[family.heads_setting]
-    layout = generation_layout(options.sequence, heads)
+    layout = generation_layout(options.sequence, source.config[family.heads_setting])
     tokens = family.token_count(options.height, options.width, options.frames)
     if tokens < options.sequence:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
@@ -96,27 +92,26 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     lora = weights = None
     if options.lora is not None:
         lora = find_trained(options.lora, LORA_FILE, option="--lora")
-        _check_lora(lora, folder)
+        _check_lora(lora, source)
     if options.weights is not None:
         weights = find_trained(
             options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights"
         ).parent
         read_headers(weights)
-    return CheckedGeneration(options, folder, family, lora, weights, layout)
+    return CheckedGeneration(options, source, family, lora, weights, layout)
 
 
-def _check_lora(lora: Path, folder: Path) -> None:
+def _check_lora(lora: Path, source: ModelSource) -> None:
     """Refuse adapters for layers that the model does not have, which the pipeline would skip with a warning at most."""
-    base = read_headers(folder / TRANSFORMER_FOLDER)
     prefix = f"{TRANSFORMER_FOLDER}."
     for name, info in read_header(lora).items():
         layer, found, _ = name.removeprefix(prefix).partition(".lora_A.")
         if not (name.startswith(prefix) and found):
             continue
-        weight = base.get(f"{layer}.weight")
+        weight = source.tensors.get(f"{layer}.weight")
         if weight is None or weight.shape[1] != info.shape[1]:
             problem = "has no layer" if weight is None else "has another width at"
-            raise UserError(f"--lora: {lora} was trained on another model: {folder} {problem} {layer}")
+            raise UserError(f"--lora: {lora} was trained on another model: {source.label} {problem} {layer}")
 
 
 def generate(checked: CheckedGeneration) -> bool:
@@ -136,18 +131,22 @@ def generate(checked: CheckedGeneration) -> bool:
 def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
     import torch
 
-    from flowshard.api import assemble, load_transformer
+    from flowshard.api import load_transformer
     from flowshard.parallel.plan import apply_sequence_plan
     from flowshard.parallel.sequence import SequenceGroup
     from flowshard.weights.load import load_modules
 
     options, family, device = checked.options, checked.family, processes.device
     dtype = getattr(torch, options.dtype)
-    source = checked.weights or checked.folder / TRANSFORMER_FOLDER
+    source = checked.source
+    if checked.weights is not None:
+        config = read_json(checked.weights / "config.json")
+        tensors = read_headers(checked.weights)
+        source = replace(source, label=str(checked.weights), folder=None, tensors=tensors, config=config)
     transformer, _ = load_transformer(
         family, source, extend=options.extend, dtype=dtype, device=device, option="--extend"
     )
-    pipeline = assemble(family, checked.folder, transformer.eval(), dtype=dtype)
+    pipeline = family.make_pipeline(checked.source, transformer.eval(), dtype=dtype)
     if checked.lora is not None:
         modules = checked.lora.with_name(MODULES_FILE)
         if modules.is_file():

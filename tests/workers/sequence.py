@@ -123,7 +123,7 @@ def check_traffic(group: SequenceGroup) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    for ulysses in (number for number in range(1, world + 1) if world % number == 0):
+    for ulysses in (number for number in range(1, world + 1) if world % number == HEADS % number == 0):
         group = make_group(ulysses, world // ulysses)
         check_traffic(make_group(ulysses, world // ulysses))
         for video in VIDEO:

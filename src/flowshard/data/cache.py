@@ -21,6 +21,7 @@ from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.weights.files import atomic_file, fingerprint
+from flowshard.weights.source import ModelSource
 
 _MEDIA_VERSION = 1
 """Raised whenever `media.read_frames` gives other pixels."""
@@ -31,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 class EncodedCache:
     """The cache folder as one run sees it."""
 
-    def __init__(self, folder: Path, config: Config, family: Family, model_folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, config: Config, family: Family, source: ModelSource, dtype: torch.dtype) -> None:
         self._folder = folder
         common = {"variant": config.model.variant, "encoding": family.encoding_version}
         size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
@@ -39,12 +40,12 @@ class EncodedCache:
             **common,
             **size,
             "media": _MEDIA_VERSION,
-            "encoders": [fingerprint(model_folder / name) for name in family.media_components],
+            "encoders": [fingerprint(source.parts[name]) for name in family.media_components],
         }
         self._text_basis = {
             **common,
             "dtype": str(dtype),
-            "encoders": [fingerprint(model_folder / name) for name in family.text_components],
+            "encoders": [fingerprint(source.parts[name]) for name in family.text_components],
         }
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}

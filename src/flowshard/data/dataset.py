@@ -15,6 +15,7 @@ from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.seeds import isolated_rng
+from flowshard.weights.source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,17 @@ class Encoder:
     """Encodes rows of a metadata file at the size of the run; loads the encoders when first used."""
 
     def __init__(
-        self, config: Config, family: Family, folder: Path, metadata: Metadata, dtype: torch.dtype, device: torch.device
+        self,
+        config: Config,
+        family: Family,
+        source: ModelSource,
+        metadata: Metadata,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.family = family
-        self.folder = folder
+        self.source = source
         self.metadata = metadata
         self.dtype = dtype
         self.device = device
@@ -58,7 +65,7 @@ class Encoder:
     def _load(self) -> Any:
         if self._encoders is None:
             with isolated_rng(self.config.seed, "constructor"):
-                self._encoders = self.family.load_encoders(self.folder, dtype=self.dtype, device=self.device)
+                self._encoders = self.family.load_encoders(self.source, dtype=self.dtype, device=self.device)
         return self._encoders
 
     @staticmethod
@@ -132,7 +139,7 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
     repeat = encoder.config.data.repeat
     if cache_folder is None:
         return OnlineDataset(encoder, repeat)
-    cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.folder, encoder.dtype)
+    cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
     rows = encoder.metadata.rows
     cache.fill(rows, encode_media=encoder.media, encode_text=encoder.text, processes=processes)
     encoder.release()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from flowshard.families.sequence import SequencePlan, Tokens
+    from flowshard.weights.files import TensorInfo
+    from flowshard.weights.source import ModelSource
 
     Tensors = dict[str, torch.Tensor]
 
@@ -62,6 +64,10 @@ class Family(ABC):
     """Layers that get an adapter by default, in diffusers' names."""
     lora_aliases: ClassVar[Mapping[str, str]]
     """The publisher's layer names to diffusers' names."""
+    original_weights: ClassVar[str]
+    """Pattern of the publisher's files of the transformer."""
+    original_parts: ClassVar[Mapping[str, str]]
+    """Component to pattern of the publisher's file or folder of it."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
     encoding_version: ClassVar[int]
@@ -97,8 +103,28 @@ class Family(ABC):
         return [self.lora_aliases.get(target, target) for target in targets or self.lora_targets]
 
     @abstractmethod
-    def load_encoders(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+    def load_encoders(self, source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> Any:
         """The frozen models that turn media and text into what the transformer takes."""
+
+    @abstractmethod
+    def transformer_config(
+        self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
+    ) -> dict[str, Any]:
+        """diffusers' config of a transformer in the publisher's files.
+
+        Args:
+            publishers: the `config.json` beside the files, if there is one.
+            tensors: in diffusers' names.
+            variant: whose table has what neither says.
+            where: begins the message of an error.
+
+        Raises:
+            UserError: config and tensors contradict each other.
+        """
+
+    @abstractmethod
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
+        """The stock pipeline with this transformer, or without one; the VAE works in float32, as in training."""
 
     @abstractmethod
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
@@ -161,5 +187,9 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def write_tiny(self, variant: Variant, directory: Path, *, seed: int) -> None:
-        """Write a complete diffusers-format pipeline of the variant with small random weights."""
+    def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
+        """The stock pipeline of the variant, small and with random weights."""
+
+    @abstractmethod
+    def write_original(self, pipeline: Any, directory: Path) -> None:
+        """Write a pipeline as the publisher's files."""

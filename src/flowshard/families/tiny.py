@@ -14,8 +14,14 @@ TEXT_WIDTH = 64
 """Width of the text encoders."""
 
 
-def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int) -> None:
-    """Write a complete diffusers-format pipeline of a variant, a few megabytes of random weights.
+def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int, form: str = "diffusers") -> None:
+    """Write a complete pipeline of a variant, a few megabytes of random weights.
+
+    Args:
+        variant_name: of the variant.
+        directory: new or empty.
+        seed: of the weights.
+        form: `diffusers`, or `original` for the publisher's files.
 
     Raises:
         UserError: the variant does not exist, or the directory holds something already.
@@ -23,7 +29,11 @@ def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int) -> Non
     family, variant = find_variant(variant_name, option="VARIANT")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists already and is not an empty folder; choose another")
-    family.write_tiny(variant, directory, seed=seed)
+    pipeline = family.tiny_pipeline(variant, seed=seed)
+    if form == "original":
+        family.write_original(pipeline, directory)
+    else:
+        pipeline.save_pretrained(directory)
     for file in directory.rglob("*"):
         if file.is_file():
             apply_umask(file)
@@ -51,7 +61,11 @@ def umt5_encoder(tokenizer: Any) -> torch.nn.Module:
 
 
 def normalise_latents(vae: Any) -> None:
-    """Set the VAE's `latents_mean` and `latents_std` to what it gives on smooth moving pictures."""
+    """Scale the VAE's latents so that its `latents_mean` and `latents_std` are right for smooth moving pictures.
+
+    Its weights are changed and not these constants, which the publisher's files have no place for. The last layer of the
+    encoder and the first of the decoder map each latent channel on its own scale.
+    """
     frames, height, width = 9, 64, 64
     time, y, x = torch.meshgrid(
         torch.linspace(0, 1, frames), torch.linspace(0, 3, height), torch.linspace(0, 3, width), indexing="ij"
@@ -60,6 +74,11 @@ def normalise_latents(vae: Any) -> None:
     clips = (phases[:, :, 0] + x + time).sin() * (phases[:, :, 1] + y - time).cos() + phases[:, :, 2].cos() / 2
     with torch.no_grad():
         latents = vae.encode(clips.clamp(-1, 1)).latent_dist.mode()
-    vae.register_to_config(
-        latents_mean=latents.mean(dim=(0, 2, 3, 4)).tolist(), latents_std=latents.std(dim=(0, 2, 3, 4)).tolist()
-    )
+        mean, std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
+        wanted_mean, wanted_std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+        scale, channels = wanted_std / std, len(mean)
+        into, out = vae.quant_conv, vae.post_quant_conv
+        into.weight[:channels] *= scale.view(-1, 1, 1, 1, 1)
+        into.bias[:channels] = (into.bias[:channels] - mean) * scale + wanted_mean
+        out.bias += out.weight.flatten(1) @ (mean - wanted_mean / scale)
+        out.weight /= scale.view(1, -1, 1, 1, 1)

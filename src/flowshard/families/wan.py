@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowshard.families import wan_files
 from flowshard.families.base import Family, Variant
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from flowshard.families.base import Tensors
+    from flowshard.weights.files import TensorInfo
+    from flowshard.weights.source import ModelSource
 
 TEXT_TOKENS = 512
 """Length to which the pipeline pads a prompt's embedding with zeros; the transformer attends to the padding."""
@@ -79,15 +82,41 @@ class Wan(Family):
     )
     encoding_version = 1
 
-    def load_encoders(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
+    original_weights = wan_files.WEIGHTS
+    original_parts = {
+        "text_encoder": wan_files.TEXT_ENCODER,
+        "vae": wan_files.VAE,
+        "tokenizer": wan_files.TOKENIZER,
+    }
+
+    def load_encoders(self, source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> Any:
+        return self.make_pipeline(source, None, dtype=dtype).to(device)
+
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
         import torch
-        from diffusers import WanPipeline
+        from diffusers import UniPCMultistepScheduler, WanPipeline
+        from transformers import AutoTokenizer
 
         # The VAE stays in float32, as its publisher and diffusers recommend.
-        pipeline = WanPipeline.from_pretrained(
-            folder, transformer=None, torch_dtype={"default": dtype, "vae": torch.float32}, local_files_only=True
+        if source.folder is not None:
+            types = {"default": dtype, "vae": torch.float32}
+            return WanPipeline.from_pretrained(
+                source.folder, transformer=transformer, torch_dtype=types, local_files_only=True
+            )
+        return WanPipeline(
+            tokenizer=AutoTokenizer.from_pretrained(source.parts["tokenizer"], local_files_only=True),
+            text_encoder=wan_files.load_text_encoder(source.parts["text_encoder"], dtype),
+            vae=wan_files.load_vae(source.parts["vae"]),
+            transformer=transformer,
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=source.shift
+            ),
         )
-        return pipeline.to(device)
+
+    def transformer_config(
+        self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
+    ) -> dict[str, Any]:
+        return wan_files.transformer_config(publishers, tensors, variant, where=where)
 
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
         import torch
@@ -182,7 +211,10 @@ class Wan(Family):
         frames: np.ndarray = (video * 255).round().astype("uint8")
         return frames
 
-    def write_tiny(self, variant: Variant, directory: Path, *, seed: int) -> None:
+    def write_original(self, pipeline: Any, directory: Path) -> None:
+        wan_files.write(pipeline, directory, self.names)
+
+    def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
         from flowshard.families import tiny
@@ -191,7 +223,7 @@ class Wan(Family):
         tokenizer = tiny.t5_tokenizer()
         with isolated_rng(seed, "tiny", variant.name):
             text_encoder = tiny.umt5_encoder(tokenizer)
-            vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+            vae = AutoencoderKLWan(base_dim=4)
             transformer = WanTransformer3DModel(
                 num_attention_heads=variant.heads,
                 attention_head_dim=16,
@@ -199,9 +231,9 @@ class Wan(Family):
                 ffn_dim=256,
                 num_layers=3,
             )
-            # The real latents have mean 0 and deviation 1; so have these.
+            # Normalised, the real latents have mean 0 and deviation 1; so have these.
             tiny.normalise_latents(vae)
-        WanPipeline(
+        return WanPipeline(
             tokenizer=tokenizer,
             text_encoder=text_encoder.eval(),
             vae=vae.eval(),
@@ -209,7 +241,7 @@ class Wan(Family):
             scheduler=UniPCMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=variant.shift
             ),
-        ).save_pretrained(directory)
+        )
 
 
 class SelfAttention:

@@ -102,7 +102,10 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     asks_offload = users.get("activation_checkpointing", {}).get("cpu_checkpointing", False) is True
     if asks_offload and config.memory.activations != "offload":
         raise UserError(f"{file}: activation_checkpointing.cpu_checkpointing is on; set memory.activations=offload")
-    return {**_merge(fixed, users, file), **engines_own}
+    merged = {**_merge(fixed, users, file), **engines_own}
+    if merged["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+        raise UserError(f"{file}: zero_optimization.offload_param.device is nvme, which cannot be loaded into; use cpu")
+    return merged
 
 
 def _merge(fixed: dict[str, Any], users: Mapping[str, Any], file: str, path: str = "") -> dict[str, Any]:

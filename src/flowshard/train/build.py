@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,6 @@ from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
 from flowshard.weights.extend import Extension, extend_model
-from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
 from flowshard.weights.lora_files import load_factors
 from flowshard.weights.precision import compute_in_float32
@@ -57,8 +55,7 @@ def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> B
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
     """
     config = inputs.config
-    source = inputs.folder / TRANSFORMER_FOLDER
-    model = build_model(inputs.family.transformer_class, source, _shortened(inputs, source))
+    model = build_model(inputs.family.transformer_class, {**inputs.source.config, **_shortened(inputs)})
     spec = config.model.extend
     extension = Extension() if spec is None else extend_model(model, spec, seed=config.seed)
     trained = _trained(model, inputs, extension)
@@ -106,13 +103,12 @@ def _given(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _shortened(inputs: RunInputs, source: Path) -> dict[str, int]:
+def _shortened(inputs: RunInputs) -> dict[str, int]:
     """What `model.layers` changes in the transformer's config."""
     layers = inputs.config.model.layers
     if layers is None:
         return {}
-    settings = read_json(source / "config.json")
-    return {key: min(layers, settings[key]) for key in inputs.family.block_lists.values()}
+    return {key: min(layers, inputs.source.config[key]) for key in inputs.family.block_lists.values()}
 
 
 def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
@@ -125,7 +121,7 @@ def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
     return materialise(
         build.model,
         inputs.tensors,
-        source=inputs.folder / TRANSFORMER_FOLDER,
+        source=inputs.source.transformer,
         units=build.blocks,
         new=build.new,
         strategy=strategy,

@@ -15,16 +15,11 @@ from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_confi
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.weights.files import (
-    TRANSFORMER_FOLDER,
     TensorInfo,
-    check_pipeline,
     check_spec,
-    find_pipeline,
-    read_headers,
-    read_json,
-    scheduler_shift,
 )
 from flowshard.weights.lora_files import LoraFile, adapted_layers, read_lora
+from flowshard.weights.source import ModelSource, find_source
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class RunInputs:
     config: Config
     family: Family
     variant: Variant
-    folder: Path
-    """The pipeline's folder."""
+    source: ModelSource
+    """The model's files."""
     tensors: dict[str, TensorInfo]
     """The transformer's tensors in the files."""
     adapted: list[str]
@@ -75,11 +70,10 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root)
     _check_batches(config, metadata)
-    folder = find_pipeline(config.model.path, option="model.path")
-    check_pipeline(folder, family, option="model.path")
-    whole = read_headers(folder / TRANSFORMER_FOLDER)
+    source = find_source(config.model.path, family, variant, option="model.path")
+    whole = dict(source.tensors)
     tensors = _shortened(whole, family, config.model.layers)
-    _check_sequence(config, layout, family, metadata, folder)
+    _check_sequence(config, layout, family, metadata, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
         _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
@@ -105,7 +99,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         config=config,
         family=family,
         variant=variant,
-        folder=folder,
+        source=source,
         tensors=tensors,
         adapted=adapted,
         trained=trained,
@@ -113,7 +107,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         presets=presets,
         metadata=metadata,
         layout=layout,
-        shift=scheduler_shift(folder, variant.shift) if shift == "auto" else shift,
+        shift=source.shift if shift == "auto" else shift,
         steps=steps,
         samples=samples,
     )
@@ -156,11 +150,11 @@ def _check_batches(config: Config, metadata: Metadata) -> None:
         )
 
 
-def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Metadata, folder: Path) -> None:
+def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Metadata, source: ModelSource) -> None:
     """Refuse to share a sample among more processes than it has tokens, or heads that cannot be shared."""
     if layout.sequence == 1:
         return
-    check_heads(layout, read_json(folder / TRANSFORMER_FOLDER / "config.json")[family.heads_setting])
+    check_heads(layout, source.config[family.heads_setting])
     data = config.data
     pictures = any(is_image(row.media) for row in metadata.rows)
     tokens = family.token_count(data.height, data.width, 1 if pictures else data.frames)

@@ -63,7 +63,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if inputs.metadata.unused_columns:
         say(f"{inputs.metadata.path}: unused columns: {', '.join(inputs.metadata.unused_columns)}")
 
-    encoder = Encoder(config, inputs.family, inputs.folder, inputs.metadata, dtype, device)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     batches = StepBatches(dataset, inputs.family, config, layout, NoiseLevels(config.objective, inputs.shift))
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowshard.errors import UserError
-from flowshard.families import Family, find_family_of_pipeline, find_variant
+from flowshard.families import Family, find_variant
 from flowshard.weights.files import (
     LORA_FILE,
     MODULES_FILE,
     TRANSFORMER_FOLDER,
     TensorInfo,
     atomic_file,
-    find_pipeline,
     find_trained,
     read_header,
     read_headers,
@@ -30,6 +30,7 @@ from flowshard.weights.lora_files import (
     lora_tensors,
     read_lora,
 )
+from flowshard.weights.source import ModelSource, find_any_source
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,14 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """All weights of a transformer."""
+
+    tensors: Mapping[str, TensorInfo]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class CheckedExport:
     """Options together with what they lead to."""
 
@@ -60,8 +69,8 @@ class CheckedExport:
     lora: LoraFile | None
     modules: Path | None
     """What was trained in full beside the LoRA."""
-    whole: Path | None
-    """Folder of whole weights: the trained ones, or the base that is merged into."""
+    whole: Whole | None
+    """Whole weights: the trained ones, or the base that is merged into."""
 
 
 def check_export(options: ExportOptions) -> CheckedExport:
@@ -78,18 +87,19 @@ def check_export(options: ExportOptions) -> CheckedExport:
         if options.merge:
             raise UserError(f"--merge: {found.parent} holds whole weights, there is nothing to merge")
         _check_output(options, whole=True)
-        return CheckedExport(options, family, None, None, found.parent)
+        whole = Whole(read_headers(found.parent), read_json(found))
+        return CheckedExport(options, family, None, None, whole)
     if options.merge and base is None:
         raise UserError("--merge: give the base model with --model")
     _check_output(options, whole=options.merge)
-    layers = None if base is None else adapted_layers((n, i.shape) for n, i in read_headers(base).items())
+    layers = None if base is None else adapted_layers((name, info.shape) for name, info in base.tensors.items())
     modules = found.with_name(MODULES_FILE)
     return CheckedExport(
         options,
         family,
         read_lora(found, layers, family.names, option="SOURCE"),
         modules if modules.is_file() else None,
-        base if options.merge else None,
+        None if base is None or not options.merge else Whole(base.tensors, base.config),
     )
 
 
@@ -101,15 +111,10 @@ def _check_output(options: ExportOptions, *, whole: bool) -> None:
         raise UserError(f"--output: give a .safetensors file, not {options.output}")
 
 
-def _family(options: ExportOptions, found: Path) -> tuple[Family, Path | None]:
-    """The family, and the folder of the base model's transformer if it is known."""
+def _family(options: ExportOptions, found: Path) -> tuple[Family, ModelSource | None]:
+    """The family, and the base model if it is known."""
     if options.model is not None:
-        folder = find_pipeline(options.model, option="--model")
-        name = read_json(folder / "model_index.json").get("_class_name", "")
-        family = find_family_of_pipeline(name)
-        if family is None:
-            raise UserError(f"--model: {folder} holds a {name}, which no family here knows")
-        return family, folder / TRANSFORMER_FOLDER
+        return find_any_source(options.model, options.variant or _variant_of_run(found), option="--model")
     variant = options.variant or _variant_of_run(found)
     if variant is None:
         raise UserError(f"--variant: {found} belongs to no run here; say what it was trained on, or give --model")
@@ -148,32 +153,38 @@ def export(checked: CheckedExport) -> list[Path]:
     return written
 
 
-def _export_whole(checked: CheckedExport, source: Path) -> Path:
+def _export_whole(checked: CheckedExport, source: Whole) -> Path:
     from safetensors.torch import save_file
 
     options, family = checked.options, checked.family
     factors = {} if checked.lora is None else load_factors(checked.lora)
-    tensors = {_rename(name, options, family): value for name, value in _merged(source, factors, checked.modules)}
+    tensors = {
+        _rename(name, options, family): value for name, value in _merged(source.tensors, factors, checked.modules)
+    }
     output = options.output
     if options.format == "diffusers":
         output.mkdir(exist_ok=True)
-        (output / _CONFIG).write_bytes((source / _CONFIG).read_bytes())
+        (output / _CONFIG).write_text(json.dumps(dict(source.config), indent=2), encoding="utf-8")
         output = output / _WEIGHTS
     with atomic_file(output) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     return options.output
 
 
-def _merged(source: Path, factors: dict[str, Factors], modules: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _merged(
+    tensors: Mapping[str, TensorInfo], factors: dict[str, Factors], modules: Path | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole weights, with a LoRA added and what was trained in full in its place. What does not change is mapped."""
     from safetensors import safe_open
 
     own = {} if modules is None else read_header(modules)
-    headers: dict[str, TensorInfo] = {**read_headers(source), **own}
+    headers = {**tensors, **own}
     for file in dict.fromkeys(info.file for info in headers.values()):
         with safe_open(file, framework="pt") as reader:
-            for name in [name for name, info in headers.items() if info.file == file]:
-                value = reader.get_tensor(name)
+            for name, info in headers.items():
+                if info.file != file:
+                    continue
+                value = reader.get_tensor(info.stored or name)
                 one = factors.get(name.removesuffix(".weight"))
                 yield name, value if one is None else one.added_to(value)
 

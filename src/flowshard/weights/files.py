@@ -31,6 +31,8 @@ class TensorInfo:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    stored: str = ""
+    """Its name in the file, if it has another here."""
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -152,19 +154,28 @@ def find_pipeline(path: str, *, option: str) -> Path:
             raise UserError(
                 f"{option}: the folder {path} does not exist; give a diffusers folder or the id of one on the hub"
             )
-        folder = _download(path, option=option)
+        folder = download(path, option=option, ignore_patterns=_NO_WEIGHTS)
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{option}: {folder} is not a diffusers pipeline, as it has no model_index.json")
     return folder
 
 
-def _download(repository: str, *, option: str) -> Path:
+_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.md", "assets/*"]
+"""What a repository in the diffusers layout holds besides."""
+
+
+def download(
+    repository: str, *, option: str, allow_patterns: list[str] | None = None, ignore_patterns: list[str] | None = None
+) -> Path:
+    """The local copy of a repository of the hub, or of the part of it that the patterns select.
+
+    Raises:
+        UserError: the hub does not give it.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(repository, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.ckpt", "*.md", "assets/*"])
-        )
+        return Path(snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
     except Exception as error:  # the hub library raises many kinds, of which all mean the same here
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
@@ -197,13 +208,14 @@ def scheduler_shift(folder: Path, default: float) -> float:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identifies the weights and settings in a folder without reading all of a large file.
+    """Identifies the weights and settings in a folder, or in a file, without reading all of a large file.
 
     Files up to 1 MiB count whole, larger ones with their size and 64 evenly spaced blocks of 16 KiB, first and last
     included: a retrained or converted model differs in every block.
     """
     digest = hashlib.sha256()
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
         with file.open("rb") as stream:

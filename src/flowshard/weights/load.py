@@ -54,22 +54,21 @@ class Whole:
 
     def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The value on the device; what is trained must not share memory with the mapping of a file."""
-        return value.to(self.device, copy=parameter.requires_grad)
+        return value.to(self.device, parameter.dtype, copy=parameter.requires_grad)
 
     def settle(self, unit: torch.nn.Module) -> None:
         """Nothing is divided."""
 
 
-def build_model(transformer_class: str, folder: Path, changes: Mapping[str, Any] | None = None) -> torch.nn.Module:
-    """The model that `folder/config.json` describes, with parameters on the meta device and real buffers.
+def build_model(transformer_class: str, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The diffusers model that a config describes, with parameters on the meta device and real buffers.
 
-    Buffers that no file holds, such as rotary tables, are computed by the model's own constructor. `changes` replace
-    entries of the config.
+    Buffers that no file holds, such as rotary tables, are computed by the model's own constructor.
     """
     model_class = getattr(diffusers, transformer_class)
     # Constructors draw random weights; the seed is of no matter, as files or initialisers give every value.
     with init_empty_weights(include_buffers=False), no_init_weights(), isolated_rng(0, "constructor"):
-        model: torch.nn.Module = model_class.from_config({**model_class.load_config(folder), **(changes or {})})
+        model: torch.nn.Module = model_class.from_config(dict(config))
     return model
 
 
@@ -147,19 +146,18 @@ def materialise(
                     _assign(model, name, done[id(place)], requires_grad=place.requires_grad)
                     continue
                 if name in made:
-                    value = new.pop(name).make().to(place.dtype)
+                    value = new.pop(name).make()
                 else:
                     info = tensors[base_name(name)]
                     if info.file not in readers:
                         readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
-                    stored = readers[info.file].get_tensor(base_name(name))
+                    stored = readers[info.file].get_tensor(info.stored or base_name(name))
                     value = stored
                     for factors in presets:
                         one = factors.get(base_name(name).removesuffix(".weight"))
                         if one is not None:
                             value = one.added_to(value.float())
                             report.fused.append(base_name(name))
-                    value = value.to(place.dtype)
                     report.loaded.append(base_name(name))
                     if stored.dtype != place.dtype:
                         report.dtype_changed[base_name(name)] = (str(stored.dtype), str(place.dtype))

@@ -55,7 +55,12 @@ class Strategy(ABC):
         """
 
     def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The part of a full value that this process holds of a meta parameter, on the device."""
+        """The part of a full value that this process holds of a meta parameter or buffer: on the device, in its type.
+
+        Args:
+            parameter: on the meta device.
+            value: whole, on the CPU, in the type that the file has; often a view of the mapped file.
+        """
         return Whole(self.device).place(parameter, value)
 
     def settle(self, unit: torch.nn.Module) -> None:  # noqa: B027

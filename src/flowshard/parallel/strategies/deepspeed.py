@@ -35,6 +35,9 @@ class DeepSpeed(Strategy):
         super().__init__(device, clip_norm=clip_norm, loss_scale=loss_scale)
         self._config = config
         self._stage: int = config["zero_optimization"]["stage"]
+        self._waiting: dict[int, torch.Tensor] = {}
+        """Values of the parameters of the unit that is being filled, by the parameter's id."""
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         if device.type == "cpu":
             _skip_shared_memory_build()
         import deepspeed
@@ -44,14 +47,36 @@ class DeepSpeed(Strategy):
         deepspeed.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
     def place(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # Under ZeRO-3 the unit is divided, and moved to the device, as soon as it is complete.
-        return value if self._stage == 3 else super().place(parameter, value)
+        if self._stage != 3 or not isinstance(parameter, torch.nn.Parameter):
+            return super().place(parameter, value)
+        # The engine divides a unit parameter by parameter, and sends each whole from the first process to all others, who
+        # write it into theirs. So all of them lie in the same scratch memory, and nothing that matters is in it: the values
+        # come from the mapped files afterwards, each process reading its own part.
+        scratch = self._scratch.get(parameter.dtype)
+        if scratch is None or scratch.numel() < parameter.numel():
+            scratch = self._scratch[parameter.dtype] = torch.empty(
+                parameter.numel(), dtype=parameter.dtype, device=self.device
+            )
+        placed = torch.nn.Parameter(
+            scratch[: parameter.numel()].view(parameter.shape), requires_grad=parameter.requires_grad
+        )
+        self._waiting[id(placed)] = value
+        return placed
 
     def settle(self, unit: torch.nn.Module) -> None:
-        if self._stage == 3:
-            self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._config)
+        if self._stage != 3:
+            return
+        waiting: list[tuple[Any, torch.Tensor]] = [
+            (parameter, self._waiting.pop(id(parameter)))
+            for parameter in unit.parameters()
+            if id(parameter) in self._waiting
+        ]
+        self._deepspeed.zero.Init(module=unit, config_dict_or_path=self._config)
+        for parameter, value in waiting:
+            parameter.ds_tensor.data.copy_(self._slice(parameter, value))
 
     def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
+        self._scratch.clear()
         self._unwrapped = model
         self._trained, groups = grouped(model, settings)
         self._reached: set[str] = set()
@@ -129,7 +154,7 @@ class DeepSpeed(Strategy):
             scalars, full = _split(read(name))
             for key, value in full.items():
                 if self._stage == 3:
-                    safe_set_local_optimizer_state(parameter, self._slice(parameter, value), key)
+                    safe_set_local_optimizer_state(parameter, self._slice(parameter, value).to(self.device), key)
                 else:
                     safe_set_full_optimizer_state(parameter, value.to(self.device), key)
         # One flat tensor holds many parameters, so it has one of each; all parameters of a run are updated together.
@@ -141,7 +166,7 @@ class DeepSpeed(Strategy):
         """The part of a full value that this process holds under ZeRO-3, padded with zeros."""
         size = parameter.ds_tensor.numel()
         part = value.flatten()[torch.distributed.get_rank() * size :][:size]
-        return torch.nn.functional.pad(part, (0, size - part.numel())).to(self.device)
+        return torch.nn.functional.pad(part, (0, size - part.numel()))
 
     def _shape(self, parameter: Any) -> torch.Size:
         shape: torch.Size = parameter.ds_shape if self._stage == 3 else parameter.shape

@@ -63,8 +63,8 @@ class FullyShardedDataParallel2(PlainStrategy):
         # Every process cuts its own part out of the full value: nothing is sent.
         part = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         # A part may be a view of the full value, or of the file; it must not keep that alive.
-        local = part.to_local().clone(memory_format=torch.contiguous_format)
-        local = local.to("cpu" if self._offload else self.device)
+        place = torch.device("cpu") if self._offload else self.device
+        local = part.to_local().to(place, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
         return DTensor.from_local(
             local,
             parameter.device_mesh,
