@@ -107,7 +107,7 @@ CASES = [
     _train("outside", "data.metadata={}/data/outside.csv", parts=("row 1", "lies outside the data folder {}/data")),
     _train("not-utf8", "data.metadata={}/data/windows.csv", parts=("line 2, byte 18 (0x92) is not UTF-8",)),
     _train("no-model", "model.path={}/no", parts=("model.path: the folder {}/no does not exist",)),
-    _train("no-pipeline", "model.path={}/data", parts=("model.path: {}/data is not a diffusers pipeline",)),
+    _train("no-pipeline", "model.path={}/data", parts=("model.path: {}/data is neither a diffusers pipeline",)),
     _train("other-pipeline", "model.path={}/flux", parts=("model.path: ", "FluxPipeline", "WanPipeline")),
     _train(
         "truncated-weights",

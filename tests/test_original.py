@@ -159,7 +159,7 @@ def test_a_config_that_disagrees_is_refused(copy: Path, changes: dict[str, Any],
         (["{copy}/nothing*.safetensors"], "model.path: {copy}/nothing.*.safetensors matches no file"),
         (["{copy}/" + TEXT_ENCODER, "{copy}/" + VAE], "holds no weights of the transformer"),
         (["{copy}/odd.pth", "{copy}"], "odd.pth is no file that wan has; it has models_t5_umt5-xxl-enc-bf16.pth"),
-        (["{empty}"], "{empty} holds neither model_index.json nor diffusion_pytorch_model"),
+        (["{empty}"], "{empty} is neither a diffusers pipeline, .* nor has it the publisher's diffusion_pytorch_model"),
     ],
 )
 def test_lists_that_are_no_model_are_refused(copy: Path, tmp_path: Path, entries: list[str], message: str) -> None:
@@ -168,6 +168,29 @@ def test_lists_that_are_no_model_are_refused(copy: Path, tmp_path: Path, entries
     empty.mkdir()
     with pytest.raises(UserError, match=message.format(copy=copy, empty=empty)):
         _source([entry.format(copy=copy, empty=empty) for entry in entries])
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_the_variant_is_recognised_and_said(
+    tiny: Path,
+    original: Path,
+    clips: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    layout: str,
+) -> None:
+    path = tiny if layout == "diffusers" else original
+    overrides = [f"model.path={path}", "model.variant=null", "train.steps=1"]
+    config = runs.config(tiny, clips, tmp_path / "run", *overrides)
+    runs.run(config)
+    assert f"{VARIANT} (recognised) from {path}" in capsys.readouterr().out
+    assert f"variant: {VARIANT}" in Path(config.output, "config.yaml").read_text()
+
+
+def test_a_variant_that_cannot_be_told_is_asked_for(copy: Path, tiny: Path, clips: Path, tmp_path: Path) -> None:
+    _settings(copy, num_heads=6)
+    with pytest.raises(UserError, match=r"model.variant: cannot tell what .* is; set one of wan2.1-t2v-1.3b"):
+        check_inputs(runs.config(tiny, clips, tmp_path / "run", f"model.path={copy}", "model.variant=null"))
 
 
 @pytest.mark.parametrize("name", [TEXT_ENCODER, VAE, "google"])

@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--model", required=True, metavar="DIR", help="base model: diffusers folder, hub id, or the publisher's folder"
     )
-    generate.add_argument("--variant", metavar="NAME", help="what --model is, if it is the publisher's folder")
+    generate.add_argument("--variant", metavar="NAME", help="what --model is (default: recognised)")
     generate.add_argument("--lora", type=Path, metavar="FILE", help="LoRA file, checkpoint or run")
     generate.add_argument("--weights", type=Path, metavar="DIR", help="trained transformer, checkpoint or run")
     generate.add_argument("--extend", metavar="SPEC", help="model.extend of the run, if it had one")

@@ -39,8 +39,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """What is trained."""
 
-    variant: str
-    """The published model, for example `wan2.1-t2v-1.3b`. It decides family, conditions and defaults."""
+    variant: str | None = None
+    """The published model, for example `wan2.1-t2v-1.3b`. It decides family, conditions and defaults. If null it is
+    recognised by the files."""
     path: str | list[str]
     """Where its weights are: a folder in the diffusers layout or the id of such a repository on the hub; or the publisher's
     own files, as a folder or as a list of files, globs and REPOSITORY:PATTERN."""

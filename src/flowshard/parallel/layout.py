@@ -100,6 +100,7 @@ def resolve_layout(config: Config, environment: Mapping[str, str] | None = None)
     environment = os.environ if environment is None else environment
     world = int(environment.get("WORLD_SIZE", "1"))
     strategy, reason = _strategy(config, environment, world)
+    assert config.model.variant is not None  # noqa: S101 - `check_inputs` recognises it
     heads = find_variant(config.model.variant, option="model.variant")[1].heads
     sequence, ulysses, ring = _sequence_degrees(config.layout, world, heads)
     train = config.train

@@ -19,7 +19,7 @@ from flowshard.weights.files import (
     check_spec,
 )
 from flowshard.weights.lora_files import LoraFile, adapted_layers, read_lora
-from flowshard.weights.source import ModelSource, find_source
+from flowshard.weights.source import ModelSource, find_source, recognise_variant
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class RunInputs:
     config: Config
     family: Family
     variant: Variant
+    recognised: bool
+    """Whether the variant was found out and not given."""
     source: ModelSource
     """The model's files."""
     tensors: dict[str, TensorInfo]
@@ -59,6 +61,11 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     Raises:
         UserError: the message names option, file or row, the value, and the fix.
     """
+    recognised = config.model.variant is None
+    if recognised:
+        name = recognise_variant(config.model.path, option="model.path", variant_option="model.variant")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
+    assert config.model.variant is not None  # noqa: S101
     family, variant = find_variant(config.model.variant, option="model.variant")
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
@@ -99,6 +106,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         config=config,
         family=family,
         variant=variant,
+        recognised=recognised,
         source=source,
         tensors=tensors,
         adapted=adapted,

@@ -35,7 +35,10 @@ def describe_plan(
         method += f", {len(inputs.trained)} tensors in full"
     passes = inputs.steps * train.global_batch / inputs.samples
     rows = [
-        ("model", f"{inputs.variant.name} from {inputs.source.label}, {config.model.dtype} on {device}"),
+        (
+            "model",
+            f"{inputs.variant.name}{' (recognised)' if inputs.recognised else ''} from {inputs.source.label}, {config.model.dtype} on {device}",
+        ),
         ("layout", f"{layout.text}: {layout.reason}"),
         ("method", method),
         ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowshard.errors import UserError
-from flowshard.families import find_family_of_pipeline, find_variant
+from flowshard.families import all_families, find_variant
 from flowshard.families.base import Family, Variant
 from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
@@ -53,22 +53,44 @@ class ModelSource:
 
 
 def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Family, ModelSource]:
-    """`find_source` for a model whose family its folder says, or `variant` for the publisher's files.
+    """`find_source`, for a model whose variant may have to be recognised.
 
     Raises:
-        UserError: as there, or the family is not known.
+        UserError: as there, or it cannot be told.
     """
-    if _is_original(path):
-        if variant is None:
-            raise UserError(f"{option}: {path} has no model_index.json; say with --variant what it is")
-        family, row = find_variant(variant, option="--variant")
-        return family, find_source(path, family, row, option=option)
-    folder = find_pipeline(path, option=option)
-    name = read_json(folder / "model_index.json").get("_class_name", "")
-    known = find_family_of_pipeline(name)
-    if known is None:
-        raise UserError(f"{option}: {folder} holds a {name}, which no family here knows")
-    return known, find_source(str(folder), known, next(iter(known.variants.values())), option=option)
+    name = recognise_variant(path, option=option, variant_option="--variant") if variant is None else variant
+    family, row = find_variant(name, option="--variant")
+    return family, find_source(path, family, row, option=option)
+
+
+def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
+    """The variant that a model's files hold, by the class of the pipeline or the names of the tensors, and the heads.
+
+    Args:
+        path: as for `find_source`.
+        option: names the option of the path in messages.
+        variant_option: names the option with which the user says it.
+
+    Raises:
+        UserError: it cannot be told; the message lists what it might be.
+    """
+    found: list[str] = []
+    problem: UserError | None = None
+    for family in all_families():
+        for variant in family.variants.values():
+            try:
+                source = find_source(path, family, variant, option=option)
+            except UserError as error:
+                problem = error
+                continue
+            if source.config.get(family.heads_setting) == variant.heads:
+                found.append(variant.name)
+    if len(found) == 1:
+        return found[0]
+    known = [name for family in all_families() for name in family.variants]
+    if problem is not None and len(known) == 1:
+        raise problem
+    raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(found or known)}")
 
 
 def find_source(path: str | Sequence[str], family: Family, variant: Variant, *, option: str) -> ModelSource:
@@ -185,7 +207,10 @@ def _expand(entry: str, family: Family, option: str) -> list[Path]:
     if place.is_dir() and _part_of(place, family) is None:
         found = sorted(place.glob(family.original_weights))
         if not found:
-            raise UserError(f"{option}: {place} holds neither model_index.json nor {family.original_weights}")
+            raise UserError(
+                f"{option}: {place} is neither a diffusers pipeline, as it has no model_index.json, nor has it the "
+                f"publisher's {family.original_weights}; give the right folder"
+            )
         return found
     found = sorted(Path(file) for file in glob.glob(entry))  # noqa: PTH207 - absolute patterns too
     if not found:
