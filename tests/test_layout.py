@@ -136,6 +136,12 @@ def test_a_users_file_adds_and_auto_follows_the_run(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam"}}, "optimizer has two owners"),
         ({"scheduler": {}}, "scheduler has two owners"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "set memory.activations=offload"),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 2}},
+            "zero_hpz_partition_size is 2, which rounds parameters or",
+        ),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights is True, which rounds"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme, which cannot be loaded into; use cpu"),
     ],
 )
 def test_a_users_file_that_contradicts_the_run_is_refused(tmp_path: Path, users: dict[str, Any], message: str) -> None:

@@ -15,6 +15,14 @@ _ENGINES_OWN = ("bf16", "fp16", "amp", "torch_autocast", "data_types")
 """Switches of precision. Ours is one rule for all strategies (`docs/layouts.md`), so these stay off."""
 _SUPPORTED, _OLDEST = (0, 19, 2), (0, 16, 9)
 """Releases from which all strategies work, and from which ZeRO-3 trains LoRA in float32."""
+_OTHER_DIVISIONS = {
+    "zero_hpz_partition_size": 1,
+    "mics_shard_size": -1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+}
+"""Settings that change the numbers, or what each process holds of a parameter, with their values when they are off."""
 _OTHERS_OWN = ("optimizer", "scheduler")
 
 
@@ -103,7 +111,14 @@ def deepspeed_config(config: Config, layout: Layout) -> dict[str, Any]:
     if asks_offload and config.memory.activations != "offload":
         raise UserError(f"{file}: activation_checkpointing.cpu_checkpointing is on; set memory.activations=offload")
     merged = {**_merge(fixed, users, file), **engines_own}
-    if merged["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
+    zero = merged["zero_optimization"]
+    for key, default in _OTHER_DIVISIONS.items():
+        if zero.get(key, default) != default:
+            raise UserError(
+                f"{file}: zero_optimization.{key} is {zero[key]!r}, which rounds parameters or divides them in a way that "
+                "is not loaded here; remove it"
+            )
+    if zero.get("offload_param", {}).get("device") == "nvme":
         raise UserError(f"{file}: zero_optimization.offload_param.device is nvme, which cannot be loaded into; use cpu")
     return merged
 
