@@ -78,6 +78,8 @@ class Layout:
     @property
     def text(self) -> str:
         """For the user."""
+        if self.world == 1:
+            return f"{self.strategy}, one process"
         if self.sequence == 1:
             return f"{self.strategy}, {self.world} processes"
         return (
@@ -143,7 +145,7 @@ def _strategy(config: Config, environment: Mapping[str, str], world: int) -> tup
         if launcher is not None:
             return launcher, "the launcher's config asks for it"
         if world == 1:
-            return "single", "there is one process; start several with torchrun or accelerate launch"
+            return "single", "start several processes with torchrun or accelerate launch"
         return "ddp", "every process holds the whole model; layout.strategy=zero2, zero3 or fsdp2 divides it"
     if launcher not in (None, asked):
         raise UserError(

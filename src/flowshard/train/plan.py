@@ -46,7 +46,7 @@ def describe_plan(
         ("sample", f"latents {tuple(latents)}, {tokens:,} tokens"),
         (
             "step",
-            f"{train.global_batch} samples = {layout.accumulation} x {train.micro_batch} x {layout.data_parallel} processes{' or groups' if layout.sequence > 1 else ''}, "
+            f"{train.global_batch} samples = {layout.accumulation} x {train.micro_batch} x {layout.data_parallel} {'processes' if layout.sequence == 1 else 'groups'}, "
             f"{train.global_batch * tokens:,} tokens",
         ),
         ("steps", f"{inputs.steps} ({passes:.2f} epochs)"),
