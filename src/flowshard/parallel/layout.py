@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flowshard.config import Config, LayoutConfig
 from flowshard.errors import UserError
 from flowshard.families import find_variant
+from flowshard.parallel.launcher import check_launcher, launcher_deepspeed_file, launcher_strategy
 
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 """Strategies that divide state among processes."""
@@ -127,11 +128,11 @@ def resolve_layout(config: Config, environment: Mapping[str, str] | None = None)
         sequence=sequence,
         ulysses=ulysses,
         ring=ring,
-        deepspeed_file=config.layout.deepspeed or _launcher_deepspeed_file(environment),
+        deepspeed_file=config.layout.deepspeed or launcher_deepspeed_file(environment),
     )
     _check_engine_options(config, strategy)
     _check_optimizer(config, strategy)
-    _check_launcher(config, layout, environment)
+    check_launcher(config, environment, accumulation=layout.accumulation, data_parallel=layout.data_parallel)
     return layout
 
 
@@ -140,7 +141,7 @@ def _choices(numbers: list[int]) -> str:
 
 
 def _strategy(config: Config, environment: Mapping[str, str], world: int) -> tuple[str, str]:
-    asked, launcher = config.layout.strategy, _launcher_strategy(environment)
+    asked, launcher = config.layout.strategy, launcher_strategy(environment)
     if asked == "auto":
         if launcher is not None:
             return launcher, "the launcher's config asks for it"
@@ -157,25 +158,6 @@ def _strategy(config: Config, environment: Mapping[str, str], world: int) -> tup
     if asked == "ddp" and world == 1:
         return "single", "ddp on one process is single"
     return asked, "the config asks for it"
-
-
-def _launcher_strategy(environment: Mapping[str, str]) -> str | None:
-    """What `accelerate launch` was configured for; None for plain data parallel or torchrun."""
-    if _on(environment, "ACCELERATE_USE_DEEPSPEED"):
-        file = _launcher_deepspeed_file(environment)
-        if file is not None:
-            from flowshard.parallel.deepspeed_config import read_deepspeed_file
-
-            stage = read_deepspeed_file(file).get("zero_optimization", {}).get("stage", 0)
-        else:
-            stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        return {"0": "ddp"}.get(str(stage), f"zero{stage}")
-    if _on(environment, "ACCELERATE_USE_FSDP"):
-        version = environment.get("FSDP_VERSION", "1")
-        if version != "2":
-            raise UserError(f"fsdp_version: the launcher's config asks for FSDP {version}; set fsdp_version: 2")
-        return "fsdp2"
-    return None
 
 
 def _shard_degree(config: Config, strategy: str, world: int) -> int:
@@ -281,74 +263,3 @@ def _check_optimizer(config: Config, strategy: str) -> None:
             f"train.optimizer: {name} is not known to work element by element, which {strategy} needs; use adamw or "
             "layout.strategy=ddp"
         )
-
-
-def _launcher_deepspeed_file(environment: Mapping[str, str]) -> str | None:
-    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    return None if file.lower() in ("none", "") or not _on(environment, "ACCELERATE_USE_DEEPSPEED") else file
-
-
-def _check_launcher(config: Config, layout: Layout, environment: Mapping[str, str]) -> None:
-    """Refuse an accelerate config that says something else about precision, accumulation or clipping."""
-    precision = {"bf16": "bfloat16", "fp16": "float16"}.get(environment.get("ACCELERATE_MIXED_PRECISION", "no"))
-    if precision not in (None, config.model.dtype):
-        raise UserError(
-            f"model.dtype: the config says {config.model.dtype!r}, the launcher's mixed_precision {precision!r}; change "
-            "one of them"
-        )
-    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", "auto", str(layout.accumulation)):
-        raise UserError(
-            f"gradient_accumulation_steps: the launcher's config says {steps}, but train.global_batch "
-            f"{config.train.global_batch} / (train.micro_batch {config.train.micro_batch} * {layout.world} processes) "
-            f"gives {layout.accumulation}; remove it from the launcher's config"
-        )
-    _check_launcher_memory(config, environment)
-    clipping = environment.get("ACCELERATE_GRADIENT_CLIPPING", "none")
-    if clipping not in ("none", "auto") and float(clipping) != (config.train.clip_norm or 0.0):
-        raise UserError(
-            f"gradient_clipping: the launcher's config says {clipping}, train.clip_norm is {config.train.clip_norm}; "
-            "change one of them"
-        )
-
-
-def _check_launcher_memory(config: Config, environment: Mapping[str, str]) -> None:
-    """Refuse what the launcher's config asks to offload or recompute and ours does not."""
-    deepspeed, fsdp = _on(environment, "ACCELERATE_USE_DEEPSPEED"), _on(environment, "ACCELERATE_USE_FSDP")
-
-    def device(name: str) -> bool:
-        return deepspeed and environment.get(name, "none") in ("cpu", "nvme")
-
-    recomputes = config.memory.activations != "keep"
-    for asked, given, key, fix in (
-        (
-            device("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-            config.layout.offload_optimizer,
-            "offload_optimizer_device",
-            "layout.offload_optimizer=true",
-        ),
-        (
-            device("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
-            config.layout.offload_parameters,
-            "offload_param_device",
-            "layout.offload_parameters=true",
-        ),
-        (
-            fsdp and _on(environment, "FSDP_OFFLOAD_PARAMS"),
-            config.layout.offload_parameters,
-            "fsdp_offload_params",
-            "layout.offload_parameters=true",
-        ),
-        (
-            fsdp and _on(environment, "FSDP_ACTIVATION_CHECKPOINTING"),
-            recomputes,
-            "fsdp_activation_checkpointing",
-            "memory.activations=recompute",
-        ),
-    ):
-        if asked and not given:
-            raise UserError(f"{key}: the launcher's config asks for it and the run's does not; set {fix}, or remove it")
-
-
-def _on(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "false").lower() in ("1", "true", "yes")
