@@ -62,11 +62,13 @@ def load_pipeline(
     seed: int = 0,
 ) -> tuple[Any, LoadReport]:
     """The stock diffusers pipeline of a variant around the transformer that `load` gives; arguments as there."""
-    transformer, report = load(variant, path, extend=extend, dtype=dtype, device=device, seed=seed)
     family, row = find_variant(variant, option="variant")
     source = find_source(_paths(path), family, row, option="path")
-    pipeline = family.make_pipeline(source, transformer.eval(), dtype=dtype)
-    return pipeline.to(resolve_device(device)), report
+    place = resolve_device(device)
+    transformer, report = load_transformer(
+        family, source, extend=extend, dtype=dtype, device=place, seed=seed, trainable=True
+    )
+    return family.make_pipeline(source, transformer.eval(), dtype=dtype).to(place), report
 
 
 def load_transformer(

@@ -198,11 +198,7 @@ def ring_forward(group: SequenceGroup, qkv: Tensor, mask: Tensor | None, sizes: 
     lse = query.new_empty(0)
     for step in range(group.ring):
         holder = (group.ring_rank - step) % group.ring
-        works, following = [], pair
-        if step + 1 < group.ring:
-            tokens = sum(group.column(sizes, (holder - 1) % group.ring))
-            following = pair.new_empty(2, pair.shape[1], tokens, *pair.shape[3:])
-            works = group.rotate(pair, following)
+        works, following = _pass_on(group, pair, sizes, step)
         key, value = pair.transpose(2, 3)
         part, part_lse = attention_forward(query, key, value, _bias(group, mask, sizes, holder, query))
         if output is None:
@@ -217,6 +213,15 @@ def ring_forward(group: SequenceGroup, qkv: Tensor, mask: Tensor | None, sizes: 
         pair = following
     assert output is not None  # noqa: S101
     return output.to(query.dtype).transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _pass_on(group: SequenceGroup, pair: Tensor, sizes: Sequence[int], step: int) -> tuple[list[Any], Tensor]:
+    """Begin to send keys and values on, and to receive the next ones; at the last step there are none."""
+    if step + 1 == group.ring:
+        return [], pair
+    tokens = sum(group.column(sizes, (group.ring_rank - step - 1) % group.ring))
+    following = pair.new_empty(2, pair.shape[1], tokens, *pair.shape[3:])
+    return group.rotate(pair, following), following
 
 
 def ring_backward(
@@ -240,11 +245,7 @@ def ring_backward(
     leaving = gradient  # held until it has been sent
     for step in range(group.ring):
         holder = (group.ring_rank - step) % group.ring
-        works, following = [], pair
-        if step + 1 < group.ring:
-            tokens = sum(group.column(sizes, (holder - 1) % group.ring))
-            following = pair.new_empty(2, pair.shape[1], tokens, *pair.shape[3:])
-            works = group.rotate(pair, following)
+        works, following = _pass_on(group, pair, sizes, step)
         bias = _bias(group, mask, sizes, holder, query)
         key, value = pair.transpose(2, 3)
         dq, dk, dv = attention_backward(gradient, query, key, value, output, lse, bias)

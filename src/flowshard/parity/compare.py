@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowshard.parity.trace import GRADIENTS, WEIGHTS
+from flowshard.weights.report import some
 
 SMALL_GRADIENT = 1e-6
 """A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
@@ -125,12 +126,7 @@ def gradient_warnings(trace: Path) -> list[str]:
     zero = [name for name, value in gradients.items() if name not in missing and not value.any()]
     broken = [name for name, value in gradients.items() if not bool(torch.isfinite(value).all())]
     kinds = (("missing", missing), ("zero", zero), ("NaN or infinite", broken))
-    return [f"step 1: the gradient is {kind} for {_some(names)}" for kind, names in kinds if names]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return [f"step 1: the gradient is {kind} for {some(names, 5)}" for kind, names in kinds if names]
 
 
 def _relative(found: float, expected: float) -> float:

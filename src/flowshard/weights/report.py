@@ -11,10 +11,10 @@ from flowshard.errors import UserError
 _SHOWN = 8
 
 
-def some(names: Collection[str]) -> str:
+def some(names: Collection[str], shown: int = _SHOWN) -> str:
     """The first names, and how many more there are."""
-    shown = ", ".join(list(names)[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    first = ", ".join(list(names)[:shown])
+    return first if len(names) <= shown else f"{first} and {len(names) - shown} more"
 
 
 @dataclass
