@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from flowshard.parity.compare import Bounds, compare, gradient_warnings
 from flowshard.parity.trace import GRADIENTS, WEIGHTS
+from flowshard.parity.walk import GRADIENTS as OUTPUT_GRADIENTS
+from flowshard.parity.walk import OUTPUTS, first_module
 
 BOUNDS = Bounds(1e-6, 1e-5)
 
@@ -56,3 +58,14 @@ def test_gradients_that_are_suspect_everywhere_are_named(tmp_path: Path) -> None
         "step 1: the gradient is zero for k",
         "step 1: the gradient is NaN or infinite for o",
     ]
+
+
+@pytest.mark.parametrize(
+    ("output", "found"), [([1.0, float("nan")], "differs is up"), ([1.0, 2.0], "no module's output")]
+)
+def test_an_output_that_is_no_number_differs(tmp_path: Path, output: list[float], found: str) -> None:
+    for name, values in (("one", [1.0, 2.0]), ("two", output)):
+        (tmp_path / name).mkdir()
+        for kind, tensors in ((OUTPUTS, {"000000/up/1/0": torch.tensor(values)}), (OUTPUT_GRADIENTS, {})):
+            save_file(tensors, tmp_path / name / f"{kind}-0.safetensors")
+    assert found in first_module(tmp_path / "one", tmp_path / "two", 1e-5)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from flowshard.parity.trace import GRADIENTS, WEIGHTS
+from flowshard.parity.walk import as_error
 from flowshard.weights.report import some
 
 SMALL_GRADIENT = 1e-6
@@ -113,7 +114,7 @@ def _gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], place: st
         own = float(expected.double().norm())
         scale = own if own >= SMALL_GRADIENT * whole else whole
         difference = float((b[name].double() - expected.double()).norm())
-        error = _number(difference / scale if scale else difference)
+        error = as_error(difference / scale if scale else difference)
         if error > worst:
             worst, where = error, name
     return Difference("gradient", f"{place}, {where}" if where else place, worst, bound)
@@ -130,12 +131,7 @@ def gradient_warnings(trace: Path) -> list[str]:
 
 
 def _relative(found: float, expected: float) -> float:
-    return _number(abs(found - expected) / abs(expected) if expected else abs(found))
-
-
-def _number(error: float) -> float:
-    """NaN is as far off as can be; as itself it would lose every comparison."""
-    return math.inf if math.isnan(error) else error
+    return as_error(abs(found - expected) / abs(expected) if expected else abs(found))
 
 
 def _norm(tensors: Mapping[str, torch.Tensor]) -> float:
@@ -146,7 +142,7 @@ def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     if found.keys() != expected.keys():
         return math.inf
     difference = {name: found[name].double() - expected[name].double() for name in expected}
-    return _number(_norm(difference) / (_norm(expected) or 1.0))
+    return as_error(_norm(difference) / (_norm(expected) or 1.0))
 
 
 def worst_by_quantity(differences: list[Difference]) -> dict[str, Difference]:

@@ -4,6 +4,7 @@ This is what people do by hand when the losses of two layouts differ: print inte
 then backward from the output to the input.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class ModuleProbe:
         save_file(gradients, folder / f"{GRADIENTS}-{rank}.safetensors")
 
 
+def as_error(value: float) -> float:
+    """NaN is as far off as can be; as itself it would lose every comparison."""
+    return math.inf if math.isnan(value) else value
+
+
 def first_module(reference: Path, other: Path, bound: float) -> str:
     """A sentence about where two traces part.
 
@@ -116,7 +122,7 @@ def _differences(
         suffix = "".join(
             f", {what} {value}" for what, value in (("call", call), ("output", number)) if value not in "01"
         )
-        error = min(float((found - expected).norm()) for found in candidates)
+        error = min(as_error(float((found - expected).norm())) for found in candidates)
         yield name + suffix, error / scale if scale else error
 
 
