@@ -65,7 +65,7 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, torch.float32, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
-    batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels)
+    batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels, guidance=None)
     build = build_on_meta(inputs)
     strategy = make_strategy(config, processes)
     fill(build, inputs, strategy)

@@ -1,5 +1,7 @@
 """Fixtures that all tests share: a tiny pipeline and the repository's clips."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,22 @@ def _quiet() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """From the name of a variant to the folder of its tiny random pipeline."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def write(variant: str) -> Path:
+        write_tiny_pipeline(variant, folder / variant, seed=0)
+        return folder / variant
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_models: Callable[[str], Path]) -> Path:
     """A tiny random `wan2.1-t2v-1.3b` pipeline."""
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    write_tiny_pipeline("wan2.1-t2v-1.3b", folder, seed=0)
-    return folder
+    return tiny_models("wan2.1-t2v-1.3b")
 
 
 @pytest.fixture(scope="session")

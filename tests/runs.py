@@ -77,7 +77,7 @@ def batches(inputs: RunInputs) -> StepBatches:
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
-    return StepBatches(dataset, inputs.family, config, inputs.layout, levels)
+    return StepBatches(dataset, inputs.family, config, inputs.layout, levels, guidance=inputs.guidance)
 
 
 def run(config: Config) -> Path:
@@ -109,3 +109,9 @@ def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
     square = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
     norm = sum(float(tensor.double().square().sum()) for tensor in expected.values())
     return float((square / norm) ** 0.5)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over the norm."""
+    assert found.shape == expected.shape
+    return float((found - expected).norm() / expected.norm())

@@ -48,8 +48,8 @@ def workspace(tiny: Path, clips: Path, tmp_path_factory: pytest.TempPathFactory)
         (data / f"{name}.csv").write_text(text, encoding="utf-8")
     (data / "windows.csv").write_bytes(b"video,prompt\nclip.mp4,a rabbit\x92s ear\n")
     (folder / "model").symlink_to(tiny)
-    shutil.copytree(tiny, folder / "flux")
-    (folder / "flux" / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    shutil.copytree(tiny, folder / "cogvideox")
+    (folder / "cogvideox" / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
     shutil.copytree(tiny, folder / "truncated")
     weights = folder / "truncated" / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -108,7 +108,7 @@ CASES = [
     _train("not-utf8", "data.metadata={}/data/windows.csv", parts=("line 2, byte 18 (0x92) is not UTF-8",)),
     _train("no-model", "model.path={}/no", parts=("model.path: the folder {}/no does not exist",)),
     _train("no-pipeline", "model.path={}/data", parts=("model.path: {}/data is neither a diffusers pipeline",)),
-    _train("other-pipeline", "model.path={}/flux", parts=("model.path: ", "FluxPipeline", "WanPipeline")),
+    _train("other-pipeline", "model.path={}/cogvideox", parts=("model.path: ", "CogVideoXPipeline", "WanPipeline")),
     _train(
         "truncated-weights",
         "model.path={}/truncated",
@@ -135,7 +135,7 @@ CASES = [
         parts=("train.micro_batch: 2", "row 2: {}/data/picture.png", "train.micro_batch=1"),
     ),
     _generate("generate-no-model", parts=("--model: the folder {}/no does not exist",), model="{}/no"),
-    _generate("generate-other-model", parts=("--model: ", "FluxPipeline"), model="{}/flux"),
+    _generate("generate-other-model", parts=("--model: ", "CogVideoXPipeline"), model="{}/cogvideox"),
     _generate("generate-height", "--height", "40", parts=("--height: 40 is not a multiple of 16", "use 32 or 48")),
     _generate("generate-no-height", "--height", "0", parts=("--height", "0")),
     _generate("generate-negative-width", "--width", "-32", parts=("--width", "-32")),

@@ -24,7 +24,7 @@ from flowshard.weights.files import (
     read_header,
     read_headers,
     read_json,
-    scheduler_shift,
+    scheduler_settings,
 )
 
 MIB = 2**20
@@ -289,7 +289,7 @@ def test_shift_is_the_schedulers_own_or_the_default(
     (tmp_path / "scheduler").mkdir()
     if settings is not None:
         (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
-    assert scheduler_shift(tmp_path, 1.5) == shift
+    assert get_family("wan").shift(scheduler_settings(tmp_path, {"flow_shift": 1.5}), 100) == shift
 
 
 def _flip(file: Path, position: int) -> None:

@@ -1,18 +1,14 @@
 """Sequence parallelism: operators, plans, layouts, training and sampling, each against one process."""
 
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
 from flowshard.config_file import dump_config
 from flowshard.errors import RunError, UserError
-from flowshard.families.sequence import Tokens
-from flowshard.families.wan import SelfAttention
 from flowshard.parallel.layout import generation_layout, resolve_layout
 from flowshard.parity.command import parity
 from flowshard.train.inputs import check_inputs
@@ -42,41 +38,6 @@ def test_the_divided_transformer_equals_the_stock_one(tiny: Path, world: int) ->
     done = torchrun(world, ["tests.workers.wan_sequence", str(tiny / "transformer")])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == [f"{split}: {case}" for split in _splits(world) for case in CASES]
-
-
-class _Undivided(Tokens):
-    """All tokens on one process."""
-
-    def split(self, whole: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
-        return whole
-
-    def gather(self, part: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
-        return part
-
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        streams: tuple[str, ...],
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-
-
-def test_our_processor_equals_the_stock_one_on_one_process(tiny: Path) -> None:
-    model: Any = WanTransformer3DModel.from_pretrained(tiny / "transformer")
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 2, 4, 4),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 5, model.config.text_dim),
-    }
-    stock = model(**inputs).sample
-    for block in model.blocks:
-        block.attn1.set_processor(SelfAttention(_Undivided()))
-    torch.testing.assert_close(model(**inputs).sample, stock, rtol=1e-6, atol=1e-6)
 
 
 def test_private_kernels_take_what_they_took() -> None:

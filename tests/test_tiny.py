@@ -8,7 +8,6 @@ from diffusers import DiffusionPipeline, WanPipeline
 from transformers import AutoTokenizer
 
 from flowshard.cli import main
-from flowshard.families import all_families
 from flowshard.families.tiny import write_tiny_pipeline
 
 
@@ -28,9 +27,7 @@ def test_the_stock_pipeline_loads_it_and_generates(tiny: Path) -> None:
 
 def test_it_is_small_and_has_the_real_head_count(tiny: Path) -> None:
     assert sum(file.stat().st_size for file in tiny.rglob("*") if file.is_file()) < 10 * 2**20
-    for family in all_families():
-        for variant in family.variants.values():
-            assert DiffusionPipeline.from_pretrained(tiny).transformer.config.num_attention_heads == variant.heads
+    assert DiffusionPipeline.from_pretrained(tiny).transformer.config.num_attention_heads == 12
 
 
 def test_the_tokenizer_tells_texts_apart_and_survives_the_unknown(tiny: Path) -> None:

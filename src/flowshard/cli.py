@@ -158,18 +158,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to show")
     generate.add_argument("--negative-prompt", default="", metavar="TEXT", help="what to avoid (default: empty)")
     generate.add_argument("--output", required=True, type=Path, metavar="FILE", help=".mp4, or .png for one frame")
-    numbers: tuple[tuple[str, type, float, str], ...] = (
-        ("--frames", int, 81, "frames"),
-        ("--height", int, 480, "height in pixels"),
-        ("--width", int, 832, "width in pixels"),
-        ("--steps", int, 50, "denoising steps"),
-        ("--guidance", float, 5.0, "classifier-free guidance scale; 1 turns it off"),
+    numbers: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--frames", int, None, "frames"),
+        ("--height", int, None, "height in pixels"),
+        ("--width", int, None, "width in pixels"),
+        ("--steps", int, None, "denoising steps"),
+        ("--guidance", float, None, "guidance scale, of the kind that the model has"),
         ("--fps", int, 16, "frames a second of the clip"),
         ("--seed", int, 0, "seed of the initial noise"),
         ("--sequence", int, 1, "processes, started with torchrun, that share the work"),
     )
     for flag, kind, default, text in numbers:
-        generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+        shown = "the model's" if default is None else "%(default)s"
+        generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {shown})")
     generate.add_argument(
         "--device", default="auto", help="auto, cpu, cuda or npu, with an index if wanted (default: auto)"
     )

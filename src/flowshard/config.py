@@ -151,15 +151,17 @@ class ObjectiveConfig(Section):
     mode_scale: Annotated[float, Field(ge=-1.0, le=1.75)] = 1.29
     """Scale of `mode`; between -1 and 1.75 its density is positive everywhere."""
     shift: PositiveFloat | Literal["auto"] = "auto"
-    """sigma becomes shift * sigma / (1 + (shift - 1) * sigma). `auto` takes the value of the model's scheduler."""
+    """sigma becomes shift * sigma / (1 + (shift - 1) * sigma). `auto` takes the value of the model's scheduler,
+    which for Qwen-Image, FLUX.1 and FLUX.2 depends on the number of image tokens."""
     sigma_range: tuple[float, float] = (0.0, 1.0)
     """Only noise levels in this range are drawn, with the density they have in the whole distribution."""
     weighting: Literal["none", "bell"] = "none"
     """`bell` weighs a sample by a bell curve of sigma around 0.5, with mean 1 over the drawn distribution."""
     stratified: bool = True
     """Spread the noise levels of one global batch evenly over the distribution, which lowers the variance."""
-    guidance: float | Literal["auto"] = "auto"
-    """Guidance value given to guidance-distilled models."""
+    guidance: NonNegativeFloat | Literal["auto"] = "auto"
+    """Guidance value that guidance-distilled models (FLUX.1-dev, FLUX.2-dev) get as an input; `auto` is 1. Other models
+    take none."""
 
     @field_validator("sigma_range")
     @classmethod
@@ -272,7 +274,6 @@ class Config(Section):
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "model.expert": (None,),
-    "objective.guidance": ("auto",),
     "memory.compile": (False,),
     "validation.every": (0,),
     "log.trackers": ([],),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from PIL import Image
 from flowshard.data.media import write_video
 from flowshard.errors import UserError
 from flowshard.families import Family
+from flowshard.families.base import Sampling
 from flowshard.parallel.layout import Layout, generation_layout
 from flowshard.weights.files import (
     LORA_FILE,
@@ -39,11 +40,11 @@ class GenerateOptions:
     prompt: str
     negative_prompt: str
     output: Path
-    frames: int
-    height: int
-    width: int
-    steps: int
-    guidance: float
+    frames: int | None
+    height: int | None
+    width: int | None
+    steps: int | None
+    guidance: float | None
     fps: int
     seed: int
     device: str
@@ -63,6 +64,8 @@ class CheckedGeneration:
     lora: Path | None
     weights: Path | None
     layout: Layout
+    sampling: Sampling
+    """What was asked for, else the variant's own."""
 
 
 def check_generation(options: GenerateOptions) -> CheckedGeneration:
@@ -71,20 +74,24 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     Raises:
         UserError: naming option, value and fix.
     """
-    family, source = find_any_source(options.model, options.variant, option="--model")
-    family.check_size(options.height, options.width, options.frames, where="--")
-    wanted = ".png" if options.frames == 1 else ".mp4"
+    family, variant, source = find_any_source(options.model, options.variant, option="--model")
+    asked = {one.name: getattr(options, one.name) for one in fields(Sampling)}
+    sampling = replace(variant.sampling, **{name: value for name, value in asked.items() if value is not None})
+    family.check_size(sampling.height, sampling.width, sampling.frames, where="--")
+    if options.negative_prompt and not family.takes_negative_prompt:
+        raise UserError(f"--negative-prompt: {variant.name} takes none, as it does no classifier-free guidance")
+    wanted = ".png" if sampling.frames == 1 else ".mp4"
     if options.output.suffix.lower() != wanted:
-        what = "one frame is" if options.frames == 1 else f"{options.frames} frames are"
+        what = "one frame is" if sampling.frames == 1 else f"{sampling.frames} frames are"
         raise UserError(f"--output: {what} written as a {wanted} file, not {options.output}")
     if not options.output.absolute().parent.is_dir():
         raise UserError(f"--output: the folder {options.output.absolute().parent} does not exist")
-    if min(options.steps, options.fps) < 1:
-        raise UserError(f"--steps and --fps are at least 1, not {options.steps} and {options.fps}")
+    if min(sampling.steps, options.fps) < 1:
+        raise UserError(f"--steps and --fps are at least 1, not {sampling.steps} and {options.fps}")
     if options.extend is not None:
         check_spec(options.extend, option="--extend")
     layout = generation_layout(options.sequence, source.config[family.heads_setting])
-    tokens = family.token_count(options.height, options.width, options.frames)
+    tokens = family.token_count(sampling.height, sampling.width, sampling.frames)
     if tokens < options.sequence:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
@@ -98,7 +105,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
             options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights"
         ).parent
         read_headers(weights)
-    return CheckedGeneration(options, source, family, lora, weights, layout)
+    return CheckedGeneration(options, source, family, lora, weights, layout, sampling)
 
 
 def _check_lora(lora: Path, source: ModelSource) -> None:
@@ -161,17 +168,13 @@ def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
         pipeline,
         prompt=options.prompt,
         negative_prompt=options.negative_prompt,
-        height=options.height,
-        width=options.width,
-        frames=options.frames,
-        steps=options.steps,
-        guidance=options.guidance,
+        **asdict(checked.sampling),
         generator=torch.Generator("cpu").manual_seed(options.seed),
     )
     if not processes.is_main:
         return False
     with atomic_file(options.output) as temporary:
-        if options.frames == 1:
+        if len(frames) == 1:
             Image.fromarray(frames[0]).save(temporary, format="PNG")
         else:
             write_video(temporary, frames, fps=options.fps)

@@ -10,7 +10,13 @@ from flowshard.families.base import Family, Variant
 __all__ = ["Family", "Variant", "all_families", "find_family_of_pipeline", "find_variant", "get_family"]
 
 # A new family is one new file and its line here.
-_FAMILIES = {"wan": "flowshard.families.wan:Wan"}
+_FAMILIES = {
+    "wan": "flowshard.families.wan:Wan",
+    "qwen-image": "flowshard.families.qwen_image:QwenImage",
+    "flux": "flowshard.families.flux:Flux",
+    "flux2": "flowshard.families.flux2:Flux2",
+    "z-image": "flowshard.families.z_image:ZImage",
+}
 
 
 @cache

@@ -6,13 +6,14 @@ run's input has been checked.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.errors import UserError
+from flowshard.errors import RunError, UserError
 from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the publisher samples a model: the defaults of `flowshard generate`."""
+
+    height: int
+    width: int
+    frames: int
+    steps: int
+    guidance: float
+
+
+@dataclass(frozen=True)
 class Variant:
     """A published model."""
 
@@ -35,8 +47,9 @@ class Variant:
     """Repository of the diffusers-format weights."""
     heads: int
     """Attention heads of the transformer."""
-    shift: float
-    """Sigma shift of the publisher's scheduler, for folders whose scheduler names none."""
+    scheduler: Mapping[str, Any]
+    """Sigma shift of the publisher's scheduler in diffusers' terms, for models that come without their scheduler."""
+    sampling: Sampling
 
 
 class Family(ABC):
@@ -62,14 +75,18 @@ class Family(ABC):
     """Entry of the transformer's config that says how many attention heads it has."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Layers that get an adapter by default, in diffusers' names."""
-    lora_aliases: ClassVar[Mapping[str, str]]
-    """The publisher's layer names to diffusers' names."""
-    original_weights: ClassVar[str]
-    """Pattern of the publisher's files of the transformer."""
-    original_parts: ClassVar[Mapping[str, str]]
+    lora_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names of layers in the publisher's code and in other trainers, to diffusers' names."""
+    takes_negative_prompt: ClassVar[bool]
+    """Whether the pipeline does classifier-free guidance."""
+    original_weights: ClassVar[str | None] = None
+    """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
+    original_parts: ClassVar[Mapping[str, str]] = {}
     """Component to pattern of the publisher's file or folder of it."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
+    remembering: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the transformer that keep tensors from one call to the next."""
     encoding_version: ClassVar[int]
     """Raised whenever the result of `encode_media` or `encode_text` changes, so that no stale cache entry is used."""
 
@@ -100,13 +117,49 @@ class Family(ABC):
 
     def resolve_targets(self, targets: Sequence[str] | None) -> list[str]:
         """The user's LoRA targets, or the default ones, in diffusers' names."""
-        return [self.lora_aliases.get(target, target) for target in targets or self.lora_targets]
+        asked = targets or self.lora_targets
+        return [name for target in asked for name in self.lora_aliases.get(target, (target,))]
 
-    @abstractmethod
+    def shift(self, scheduler: Mapping[str, Any], tokens: int) -> float:
+        """The sigma shift with which a sample is generated.
+
+        Args:
+            scheduler: settings of the model's scheduler in diffusers' terms.
+            tokens: image or video tokens of the sample.
+        """
+        if not scheduler.get("use_dynamic_shifting"):
+            return float(scheduler.get("flow_shift") or scheduler.get("shift") or 1.0)
+        mu = self.dynamic_shift(scheduler, tokens)
+        return mu if scheduler.get("time_shift_type") == "linear" else math.exp(mu)
+
+    def dynamic_shift(self, scheduler: Mapping[str, Any], tokens: int) -> float:
+        """mu of https://arxiv.org/abs/2403.03206, section 5.3.2: linear in the number of tokens."""
+        low, high = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
+        first, last = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
+        return float(first + (last - first) * (tokens - low) / (high - low))
+
+    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
+        """Whether a transformer with this config is guidance-distilled: it gets the guidance value as an input."""
+        return bool(config.get("guidance_embeds", False))
+
     def load_encoders(self, source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> Any:
-        """The frozen models that turn media and text into what the transformer takes."""
+        """The stock pipeline without transformer: the frozen models that turn media and text into its inputs."""
+        return self.make_pipeline(source, None, dtype=dtype).to(device)
 
-    @abstractmethod
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
+        """The stock pipeline with this transformer, or without one; the VAE works in float32, as in training."""
+        import diffusers
+        import torch
+
+        types = {"default": dtype, "vae": torch.float32}
+        return getattr(diffusers, self.pipeline_class).from_pretrained(
+            source.folder, transformer=transformer, torch_dtype=types, local_files_only=True, **self.own_parts(source)
+        )
+
+    def own_parts(self, source: ModelSource) -> dict[str, Any]:  # noqa: ARG002
+        """Components that take the place of those that the folder of a pipeline describes."""
+        return {}
+
     def transformer_config(
         self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
     ) -> dict[str, Any]:
@@ -121,10 +174,14 @@ class Family(ABC):
         Raises:
             UserError: config and tensors contradict each other.
         """
+        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
 
-    @abstractmethod
-    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
-        """The stock pipeline with this transformer, or without one; the VAE works in float32, as in training."""
+    @staticmethod
+    def pixels(frames: np.ndarray, device: torch.device) -> torch.Tensor:
+        """uint8 RGB of shape (frames, height, width, 3) as float32 in [-1, 1] of shape (1, 3, frames, height, width)."""
+        import torch
+
+        return torch.from_numpy(frames).to(device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1.0
 
     @abstractmethod
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
@@ -144,7 +201,10 @@ class Family(ABC):
 
     @abstractmethod
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
-        """Join what `encode_media` (without the latents) and `encode_text` gave for each sample of a micro-batch."""
+        """Join what `encode_media` (without the latents) and `encode_text` gave for each sample of a micro-batch.
+
+        What is added to make prompts of different length fit together has no influence on any sample.
+        """
 
     @abstractmethod
     def denoise(
@@ -156,15 +216,16 @@ class Family(ABC):
             transformer: the model, wrapped by a strategy or not.
             noisy: latents at noise level `sigma`, shape (batch, ...), in the compute type.
             sigma: float32 of shape (batch,), in [0, 1].
-            conditions: from `batch_conditions`, floating tensors in the compute type.
+            conditions: from `batch_conditions`, floating tensors in the compute type; for guidance-distilled models also
+                `guidance`, shape (batch,).
 
         Returns:
             The prediction, shaped like `noisy`.
         """
 
-    @abstractmethod
     def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
         """The repeated blocks, in the order of execution."""
+        return [block for name in self.block_lists for block in getattr(transformer, name)]
 
     @abstractmethod
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
@@ -190,6 +251,24 @@ class Family(ABC):
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         """The stock pipeline of the variant, small and with random weights."""
 
-    @abstractmethod
     def write_original(self, pipeline: Any, directory: Path) -> None:
-        """Write a pipeline as the publisher's files."""
+        """Write a pipeline as the publisher's files.
+
+        Raises:
+            UserError: there is no other format than the diffusers layout.
+        """
+        del pipeline, directory
+        raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
+
+
+def as_bytes(pixels: np.ndarray) -> np.ndarray:
+    """Pixels in [0, 1] as uint8.
+
+    Raises:
+        RunError: some are no numbers.
+    """
+    import numpy as np
+
+    if not np.isfinite(pixels).all():
+        raise RunError("the pipeline made pixels that are no numbers; take more --steps, or --dtype float32")
+    return (pixels * 255).round().astype(np.uint8)

@@ -6,7 +6,7 @@ The family knows the model; how tokens travel is behind `Tokens`. Everything is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -19,8 +19,19 @@ class Tokens(Protocol):
     def split(self, whole: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
         """This process's part of a stream of tokens, for example `image`, along `dim`."""
 
-    def gather(self, part: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
-        """The whole stream from the parts of all processes."""
+    def gather(self, part: torch.Tensor, dim: int, *, stream: str, summed: bool = False) -> torch.Tensor:
+        """The whole stream from the parts of all processes.
+
+        Args:
+            part: of this process.
+            dim: of the tokens.
+            stream: that they belong to.
+            summed: whether each process goes on with a part of the work, so that the gradients that they have of the
+                whole are parts of a sum; else all do the same, and each has the whole gradient.
+        """
+
+    def length(self, stream: str) -> int:
+        """Tokens of a whole stream."""
 
     def attention(
         self,
@@ -49,4 +60,6 @@ class SequencePlan:
     outputs: Mapping[str, Callable[[Any], Any]]
     """Name of a module to what replaces its output."""
     processors: Mapping[str, Any]
-    """Name of an attention module to its processor, in the form that `set_attn_processor` takes."""
+    """Name of an attention module to its processor, in the form that its `set_processor` takes."""
+    inputs: Mapping[str, Mapping[str, tuple[str, int]]] = field(default_factory=dict)
+    """Name of a module to those of its arguments that are divided before it runs: their stream and dimension."""

@@ -12,6 +12,8 @@ from flowshard.weights.files import apply_umask
 
 TEXT_WIDTH = 64
 """Width of the text encoders."""
+TEXT_TOKENS = 48
+"""Limit of tokenizers for models that pad every prompt, so that a tiny model does not spend its time on padding."""
 
 
 def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int, form: str = "diffusers") -> None:
@@ -39,14 +41,14 @@ def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int, form: 
             apply_umask(file)
 
 
-def t5_tokenizer() -> Any:
+def t5_tokenizer(**settings: Any) -> Any:
     """A T5 tokenizer whose pieces are single printable characters; all others are unknown."""
     from transformers import T5Tokenizer
 
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces = [(piece, -5.0) for piece in ("▁", *characters)]
-    return T5Tokenizer(vocab=special + pieces, extra_ids=0)
+    return T5Tokenizer(vocab=special + pieces, extra_ids=0, **settings)
 
 
 def umt5_encoder(tokenizer: Any) -> torch.nn.Module:
@@ -58,27 +60,3 @@ def umt5_encoder(tokenizer: Any) -> torch.nn.Module:
     )
     encoder: torch.nn.Module = UMT5EncoderModel(config)
     return encoder
-
-
-def normalise_latents(vae: Any) -> None:
-    """Scale the VAE's latents so that its `latents_mean` and `latents_std` are right for smooth moving pictures.
-
-    Its weights are changed and not these constants, which the publisher's files have no place for. The last layer of the
-    encoder and the first of the decoder map each latent channel on its own scale.
-    """
-    frames, height, width = 9, 64, 64
-    time, y, x = torch.meshgrid(
-        torch.linspace(0, 1, frames), torch.linspace(0, 3, height), torch.linspace(0, 3, width), indexing="ij"
-    )
-    phases = torch.rand(8, 3, 3, 1, 1, 1) * 6.28
-    clips = (phases[:, :, 0] + x + time).sin() * (phases[:, :, 1] + y - time).cos() + phases[:, :, 2].cos() / 2
-    with torch.no_grad():
-        latents = vae.encode(clips.clamp(-1, 1)).latent_dist.mode()
-        mean, std = latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
-        wanted_mean, wanted_std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
-        scale, channels = wanted_std / std, len(mean)
-        into, out = vae.quant_conv, vae.post_quant_conv
-        into.weight[:channels] *= scale.view(-1, 1, 1, 1, 1)
-        into.bias[:channels] = (into.bias[:channels] - mean) * scale + wanted_mean
-        out.bias += out.weight.flatten(1) @ (mean - wanted_mean / scale)
-        out.weight /= scale.view(1, -1, 1, 1, 1)

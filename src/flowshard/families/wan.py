@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families import wan_files
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family, Sampling, Variant, as_bytes
+from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
 
@@ -33,24 +34,33 @@ class Wan(Family):
     name = "wan"
     variants = {
         variant.name: variant
-        for variant in (Variant("wan2.1-t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", heads=12, shift=3.0),)
+        for variant in (
+            Variant(
+                "wan2.1-t2v-1.3b",
+                "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+                heads=12,
+                scheduler={"flow_shift": 3.0},
+                sampling=Sampling(height=480, width=832, frames=81, steps=50, guidance=5.0),
+            ),
+        )
     }
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
     media_components = ("vae",)
     text_components = ("text_encoder", "tokenizer")
+    takes_negative_prompt = True
     spatial_multiple = 16
     frame_stride = 4
     block_lists = {"blocks": "num_layers"}
     heads_setting = "num_attention_heads"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     lora_aliases = {
-        "q": "to_q",
-        "k": "to_k",
-        "v": "to_v",
-        "o": "to_out.0",
-        "ffn.0": "ffn.net.0.proj",
-        "ffn.2": "ffn.net.2",
+        "q": ("to_q",),
+        "k": ("to_k",),
+        "v": ("to_v",),
+        "o": ("to_out.0",),
+        "ffn.0": ("ffn.net.0.proj",),
+        "ffn.2": ("ffn.net.2",),
     }
     names = Vocabulary(
         [
@@ -89,27 +99,20 @@ class Wan(Family):
         "tokenizer": wan_files.TOKENIZER,
     }
 
-    def load_encoders(self, source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> Any:
-        return self.make_pipeline(source, None, dtype=dtype).to(device)
-
     def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
-        import torch
+        if source.folder is not None:
+            return super().make_pipeline(source, transformer, dtype=dtype)
+
         from diffusers import UniPCMultistepScheduler, WanPipeline
         from transformers import AutoTokenizer
 
-        # The VAE stays in float32, as its publisher and diffusers recommend.
-        if source.folder is not None:
-            types = {"default": dtype, "vae": torch.float32}
-            return WanPipeline.from_pretrained(
-                source.folder, transformer=transformer, torch_dtype=types, local_files_only=True
-            )
         return WanPipeline(
             tokenizer=AutoTokenizer.from_pretrained(source.parts["tokenizer"], local_files_only=True),
             text_encoder=wan_files.load_text_encoder(source.parts["text_encoder"], dtype),
             vae=wan_files.load_vae(source.parts["vae"]),
             transformer=transformer,
             scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=source.shift
+                prediction_type="flow_prediction", use_flow_sigmas=True, **source.scheduler
             ),
         )
 
@@ -122,10 +125,9 @@ class Wan(Family):
         import torch
 
         vae = encoders.vae
-        pixels = torch.from_numpy(frames).to(vae.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1.0
         with torch.no_grad():
             # The mode, not a sample: the encoding is deterministic and the posterior is narrow.
-            latents = vae.encode(pixels).latent_dist.mode()
+            latents = vae.encode(self.pixels(frames, vae.device)).latent_dist.mode()
         mean, std = (
             torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -162,10 +164,6 @@ class Wan(Family):
         )[0]
         return prediction
 
-    def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
-        blocks: Any = transformer.blocks
-        return list(blocks)
-
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Split after the patch embedding, gather after the last projection; text is not divided."""
 
@@ -185,10 +183,11 @@ class Wan(Family):
         def whole(output: torch.Tensor) -> torch.Tensor:
             return tokens.gather(output, 1, stream="video")
 
-        blocks: Any = transformer.blocks
         return SequencePlan(
             outputs={"rope": rotary, "patch_embedding": patches, "condition_embedder": conditions, "proj_out": whole},
-            processors={f"blocks.{index}.attn1": SelfAttention(tokens) for index in range(len(blocks))},
+            processors={
+                f"blocks.{index}.attn1": SelfAttention(tokens) for index in range(len(self.blocks(transformer)))
+            },
         )
 
     def tokens(self, shape: torch.Size) -> int:
@@ -208,16 +207,16 @@ class Wan(Family):
             max_sequence_length=TEXT_TOKENS,
             output_type="np",
         ).frames[0]
-        frames: np.ndarray = (video * 255).round().astype("uint8")
-        return frames
+        return as_bytes(video)
 
     def write_original(self, pipeline: Any, directory: Path) -> None:
         wan_files.write(pipeline, directory, self.names)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
+        import torch
         from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-        from flowshard.families import tiny
+        from flowshard.families import tiny, tiny_encoders
         from flowshard.seeds import isolated_rng
 
         tokenizer = tiny.t5_tokenizer()
@@ -231,15 +230,19 @@ class Wan(Family):
                 ffn_dim=256,
                 num_layers=3,
             )
-            # Normalised, the real latents have mean 0 and deviation 1; so have these.
-            tiny.normalise_latents(vae)
+            tiny_encoders.normalise_latents(
+                vae,
+                tiny_encoders.smooth_clips(9),
+                mean=torch.tensor(vae.config.latents_mean),
+                std=torch.tensor(vae.config.latents_std),
+            )
         return WanPipeline(
             tokenizer=tokenizer,
             text_encoder=text_encoder.eval(),
             vae=vae.eval(),
             transformer=transformer.eval(),
             scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=variant.shift
+                prediction_type="flow_prediction", use_flow_sigmas=True, **variant.scheduler
             ),
         )
 
@@ -262,17 +265,8 @@ class SelfAttention:
         assert encoder_hidden_states is None and attention_mask is None and rotary_emb is not None  # noqa: S101
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, attn.to_v(hidden_states)))
-        query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
+        query, key = rotate(query, *rotary_emb), rotate(key, *rotary_emb)
         result = self._tokens.attention(query, key, value, streams=("video",)).flatten(2).type_as(query)
         for layer in attn.to_out:
             result = layer(result)
         return result
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring pairs of channels; the tables hold every value twice."""
-    import torch
-
-    even, odd = states[..., 0::2], states[..., 1::2]
-    cos, sin = cos[..., 0::2], sin[..., 0::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(states)

@@ -1,5 +1,6 @@
 """Memory of a run, worked out before its first step without computing anything."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ def estimate_memory(
     make_optimizer: OptimizerFactory,
     policies: Sequence[ActivationPolicy],
     device: torch.device,
+    *,
+    remembering: Sequence[str] = (),
 ) -> MemoryEstimate:
     """Estimate parameters, gradients, optimizer state and the activations of one micro-batch.
 
@@ -60,14 +63,25 @@ def estimate_memory(
         make_optimizer: makes the run's optimizer from parameter groups.
         policies: what each block keeps.
         device: where it will run.
+        remembering: attributes of the model that keep tensors from one call to the next, which must not keep those of
+            a call that computes nothing; copies take their place meanwhile.
     """
     tensors = [*model.parameters(), *model.buffers()]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    kept = {name: getattr(model, name) for name in remembering}
+    try:
+        for name, value in kept.items():
+            setattr(model, name, copy.copy(value))
+        selective = policies.count("selective") / len(policies)
+        activations = _activation_bytes(model, forward, inputs, selective, device)
+    finally:
+        for name, value in kept.items():
+            setattr(model, name, value)
     return MemoryEstimate(
         parameters=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         gradients=4 * trained,
         optimizer=round(_optimizer_bytes_per_element(make_optimizer) * trained),
-        activations=_activation_bytes(model, forward, inputs, policies.count("selective") / len(policies), device),
+        activations=activations,
     )
 
 
@@ -99,7 +113,7 @@ def _activation_bytes(
             sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # some models hold tables that are no buffers
     with mode:
         fakes: Tensors = {
             f"model.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(

@@ -93,30 +93,48 @@ def _backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
 register_autograd(ATTENTION, _backward, setup_context=_keep_for_backward)
 
 
-@custom_op("flowshard::gather_tokens", mutates_args=(), schema="(Tensor part, str group, SymInt[] sizes) -> Tensor")
-def _gather(part: Tensor, group: str, sizes: list[int]) -> Tensor:
+@custom_op(
+    "flowshard::gather_tokens",
+    mutates_args=(),
+    schema="(Tensor part, str group, SymInt[] sizes, bool summed) -> Tensor",
+)
+def _gather(part: Tensor, group: str, sizes: list[int], summed: bool) -> Tensor:
     return find_group(group).gather(part.contiguous(), sizes)
 
 
 @_gather.register_fake
-def _gather_shapes(part: Tensor, group: str, sizes: list[int]) -> Tensor:
+def _gather_shapes(part: Tensor, group: str, sizes: list[int], summed: bool) -> Tensor:
     return part.new_empty(sum(sizes), *part.shape[1:])
+
+
+@custom_op("flowshard::sum_tokens", mutates_args=(), schema="(Tensor whole, str group, SymInt[] sizes) -> Tensor")
+def _sum(whole: Tensor, group: str, sizes: list[int]) -> Tensor:
+    """Own part of the sum over the processes."""
+    return find_group(group).reduce_scatter(whole.contiguous(), sizes)
+
+
+@_sum.register_fake
+def _sum_shapes(whole: Tensor, group: str, sizes: list[int]) -> Tensor:
+    return whole.new_empty(sizes[find_group(group).rank], *whole.shape[1:])
 
 
 def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """Own part of the gradient, once.
 
-    Every process computes the whole loss from the gathered tokens, so each already holds the whole gradient: nothing is
-    summed here. The gradients of parameters are then parts of a sum, whose factor is in the training loop.
+    At the end of the model every process computes the whole loss from the gathered tokens, so each already holds the
+    whole gradient: nothing is summed. Where processes go on with parts of the work (`summed`), each holds a part of a
+    sum. In both cases the gradients of parameters are parts of a sum, whose factor is in the training loop.
     """
-    return gradient.narrow(0, ctx.start, ctx.size).contiguous(), None, None
+    if ctx.summed:
+        return _sum(gradient, ctx.group, ctx.sizes), None, None, None
+    start = sum(ctx.sizes[: ctx.rank])
+    return gradient.narrow(0, start, ctx.sizes[ctx.rank]).contiguous(), None, None, None
 
 
 def _gather_context(ctx: Any, inputs: Any, output: Any) -> None:
     del output
-    _, group, sizes = inputs
-    rank = find_group(group).rank
-    ctx.start, ctx.size = sum(sizes[:rank]), sizes[rank]
+    _, ctx.group, sizes, ctx.summed = inputs
+    ctx.sizes, ctx.rank = list(sizes), find_group(ctx.group).rank
 
 
 register_autograd("flowshard::gather_tokens", _gather_backward, setup_context=_gather_context)
@@ -144,7 +162,16 @@ def sequence_attention(
     return output
 
 
-def gather_tokens(part: Tensor, *, dim: int, group: str, sizes: list[int]) -> Tensor:
-    """The parts of all processes of a group, joined along `dim`. Its backward pass sends nothing."""
-    whole: Tensor = _gather(part.transpose(0, dim), group, sizes)
+def gather_tokens(part: Tensor, *, dim: int, group: str, sizes: list[int], summed: bool = False) -> Tensor:
+    """The parts of all processes of a group, joined along `dim`.
+
+    Args:
+        part: of this process.
+        dim: of the tokens.
+        group: name of the group.
+        sizes: tokens of each process.
+        summed: whether the processes' gradients of the result are parts of a sum, which the backward pass then makes;
+            else all have the whole gradient, and it sends nothing.
+    """
+    whole: Tensor = _gather(part.transpose(0, dim), group, sizes, summed)
     return whole.transpose(0, dim)

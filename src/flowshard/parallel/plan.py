@@ -1,11 +1,12 @@
 """Applies a family's plan of sequence parallelism to its stock model, through hooks and attention processors."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from flowshard.families.sequence import SequencePlan
+from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.parallel.operators import gather_tokens, sequence_attention
 from flowshard.parallel.sequence import SequenceGroup
 
@@ -31,9 +32,13 @@ class GroupTokens:
         sizes, rank = self.sizes(stream), self._group.rank
         return whole.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
-    def gather(self, part: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, dim: int, *, stream: str, summed: bool = False) -> torch.Tensor:
         """The whole stream."""
-        return gather_tokens(part, dim=dim, group=self._group.name, sizes=self.sizes(stream))
+        return gather_tokens(part, dim=dim, group=self._group.name, sizes=self.sizes(stream), summed=summed)
+
+    def length(self, stream: str) -> int:
+        """Tokens of a whole stream."""
+        return self._lengths[stream]
 
     def attention(
         self,
@@ -72,8 +77,30 @@ def apply_sequence_plan(
         make_plan: the family's `sequence_plan`.
         group: that shares the tokens.
     """
-    plan = make_plan(model, GroupTokens(group))
+    tokens = GroupTokens(group)
+    install_plan(model, make_plan(model, tokens), tokens)
+
+
+def install_plan(model: torch.nn.Module, plan: SequencePlan, tokens: Tokens) -> None:
+    """Put hooks and processors of a plan in place."""
+    for name, arguments in plan.inputs.items():
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(_splitter(module, arguments, tokens), with_kwargs=True)
     for name, replace in plan.outputs.items():
         model.get_submodule(name).register_forward_hook(lambda _, __, output, replace=replace: replace(output))
-    processors = {f"{name}.processor": processor for name, processor in plan.processors.items()}
-    model.set_attn_processor({**model.attn_processors, **processors})
+    for name, processor in plan.processors.items():
+        attention: Any = model.get_submodule(name)
+        attention.set_processor(processor)
+
+
+def _splitter(module: torch.nn.Module, arguments: Mapping[str, tuple[str, int]], tokens: Tokens) -> Any:
+    """A hook that divides arguments of a module, however they are passed."""
+    order = list(inspect.signature(module.forward).parameters)
+
+    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        given = {**dict(zip(order, args, strict=False)), **kwargs}
+        for name, (stream, dim) in arguments.items():
+            given[name] = tokens.split(given[name], dim, stream=stream)
+        return tuple(given[name] for name in order[: len(args)]), {name: given[name] for name in kwargs}
+
+    return hook

@@ -37,6 +37,7 @@ class Traffic:
     rotations: int = 0
     """Ring: hops of keys and values, or of their gradients."""
     gathers: int = 0
+    """Of tokens, and the sums of their gradients."""
     bytes: int = 0
     """Sent to other processes."""
     seconds: float = 0.0
@@ -175,6 +176,20 @@ class SequenceGroup:
         with self._sending("gathers", tensor.nbytes * (self.degree - 1)):
             dist.all_gather(parts, padded, group=self._group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Own part, along the first dimension, of the sum over all processes; added up in float32."""
+        own, unit = sizes[self.rank], tensor[:1].numel()
+        received = tensor.new_empty(self.degree, own, *tensor.shape[1:])
+        with self._sending("gathers", (len(tensor) - own) * unit * tensor.element_size()):
+            dist.all_to_all_single(
+                received.view(-1),
+                tensor.view(-1),
+                [own * unit] * self.degree,
+                [size * unit for size in sizes],
+                group=self._group,
+            )
+        return received.float().sum(0).to(tensor.dtype)
 
 
 _numbers = count()

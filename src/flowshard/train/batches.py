@@ -43,7 +43,17 @@ class MicroBatch:
 class StepBatches:
     """Makes the micro-batches of any step: a function of config, data and the step's number alone."""
 
-    def __init__(self, dataset: Dataset, family: Family, config: Config, layout: Layout, levels: NoiseLevels) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        family: Family,
+        config: Config,
+        layout: Layout,
+        levels: NoiseLevels,
+        *,
+        guidance: float | None,
+    ) -> None:
+        """Give guidance-distilled models the value `guidance`."""
         self._dataset = dataset
         self._family = family
         self._seed = config.seed
@@ -51,6 +61,7 @@ class StepBatches:
         self._stratified = config.objective.stratified
         self._positions = layout.positions(config.train.global_batch)
         self._levels = levels
+        self._guidance = guidance
 
     def rows(self, step: int) -> list[Row]:
         """The samples of a step, over all processes."""
@@ -82,6 +93,9 @@ class StepBatches:
             noise(self._seed, step=step, position=start + offset, shape=sample.latents.shape)
             for offset, sample in enumerate(samples)
         ]
+        conditions = self._family.batch_conditions([sample.conditions for sample in samples])
+        if self._guidance is not None:
+            conditions["guidance"] = torch.full((len(samples),), self._guidance)
         return MicroBatch(
             rows=tuple(sample.row for sample in samples),
             positions=tuple(range(start, start + len(samples))),
@@ -89,7 +103,7 @@ class StepBatches:
             noise=torch.stack(draws),
             sigma=sigma,
             weight=weight,
-            conditions=self._family.batch_conditions([sample.conditions for sample in samples]),
+            conditions=conditions,
         )
 
 

@@ -46,6 +46,9 @@ class RunInputs:
     metadata: Metadata
     layout: Layout
     shift: float
+    """Sigma shift, resolved."""
+    guidance: float | None
+    """What guidance-distilled models get as an input; None for others."""
     steps: int
     samples: int
     """Samples of an epoch."""
@@ -102,6 +105,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
             f"train.warmup_steps: {config.train.warmup_steps} exceeds the {steps} steps of the run; lower it"
         )
     shift = config.objective.shift
+    if shift == "auto":
+        shift = family.shift(source.scheduler, family.token_count(data.height, data.width, data.frames))
     return RunInputs(
         config=config,
         family=family,
@@ -115,7 +120,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         presets=presets,
         metadata=metadata,
         layout=layout,
-        shift=source.shift if shift == "auto" else shift,
+        shift=shift,
+        guidance=_guidance(config, family, source),
         steps=steps,
         samples=samples,
     )
@@ -171,6 +177,19 @@ def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Me
             f"layout.sequence: {layout.sequence} processes cannot share a sample of {tokens} tokens "
             f"({data.width}x{data.height}{', a picture' if pictures else ''}); use at most {tokens}"
         )
+
+
+def _guidance(config: Config, family: Family, source: ModelSource) -> float | None:
+    """The guidance value of the run. 1 by default: what is learned is the data, without more contrast than it has."""
+    asked = config.objective.guidance
+    if family.takes_guidance(source.config):
+        return 1.0 if asked == "auto" else asked
+    if asked != "auto":
+        raise UserError(
+            f"objective.guidance: {asked:g}, but {source.label} is not guidance-distilled and takes no such value; set "
+            "objective.guidance=auto"
+        )
+    return None
 
 
 def _only(file: LoraFile, tensors: dict[str, TensorInfo]) -> LoraFile:

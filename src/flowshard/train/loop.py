@@ -65,7 +65,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
 
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
-    batches = StepBatches(dataset, inputs.family, config, layout, NoiseLevels(config.objective, inputs.shift))
+    levels = NoiseLevels(config.objective, inputs.shift)
+    batches = StepBatches(dataset, inputs.family, config, layout, levels, guidance=inputs.guidance)
 
     sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
     if layout.ulysses_crosses_machines:
@@ -77,7 +78,15 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     build.new = observer.new_weights(build.new)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
     largest = batches.largest_micro_batch()
-    memory = estimate_memory(build.model, loss_of, largest.tensors(), make_optimizer, build.policies, device)
+    memory = estimate_memory(
+        build.model,
+        loss_of,
+        largest.tensors(),
+        make_optimizer,
+        build.policies,
+        device,
+        remembering=inputs.family.remembering,
+    )
     writer = WeightsWriter(build.model, config)
     strategy = make_strategy(config, processes)
     say(describe_plan(inputs, build, memory, latents=largest.latents.shape[1:], device=device))

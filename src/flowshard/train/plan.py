@@ -61,6 +61,8 @@ def describe_plan(
             f"optimizer {_bytes(memory.optimizer)} + activations {_bytes(memory.activations)}",
         ),
     ]
+    if inputs.guidance is not None:
+        rows.insert(-2, ("guidance", f"{inputs.guidance:g}"))
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 

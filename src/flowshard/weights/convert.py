@@ -114,7 +114,8 @@ def _check_output(options: ExportOptions, *, whole: bool) -> None:
 def _family(options: ExportOptions, found: Path) -> tuple[Family, ModelSource | None]:
     """The family, and the base model if it is known."""
     if options.model is not None:
-        return find_any_source(options.model, options.variant or _variant_of_run(found), option="--model")
+        family, _, source = find_any_source(options.model, options.variant or _variant_of_run(found), option="--model")
+        return family, source
     variant = options.variant or _variant_of_run(found)
     if variant is None:
         raise UserError(f"--variant: {found} belongs to no run here; say what it was trained on, or give --model")

@@ -200,11 +200,12 @@ def check_pipeline(folder: Path, family: Family, *, option: str) -> None:
         raise UserError(f"{option}: {folder} lacks {TRANSFORMER_FOLDER}/config.json")
 
 
-def scheduler_shift(folder: Path, default: float) -> float:
-    """The sigma shift that the pipeline's scheduler is configured with; `default` if it names none."""
+def scheduler_settings(folder: Path, default: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the pipeline's scheduler is configured; `default` if it says nothing of a sigma shift."""
     file = folder / "scheduler" / "scheduler_config.json"
     settings: Mapping[str, Any] = read_json(file) if file.is_file() else {}
-    return float(settings.get("flow_shift") or settings.get("shift") or default)
+    says = any(settings.get(key) for key in ("flow_shift", "shift", "use_dynamic_shifting"))
+    return settings if says else default
 
 
 def fingerprint(folder: Path) -> str:

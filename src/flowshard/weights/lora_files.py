@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 Format = Literal["diffusers", "original", "comfyui"]
+_DIFFUSERS = "transformer."
 _PREFIXES = (
     "base_model.model.",
-    "transformer.",
+    _DIFFUSERS,
     "model.diffusion_model.",
     "diffusion_model.",
     "pipe.dit.",
@@ -128,6 +129,8 @@ def _resolve(name: str, layers: Mapping[str, Any] | None, names: Vocabulary, koh
                 continue
             if candidate in layers if layers is not None else names.to_original(candidate) is not None:
                 return candidate
+    if layers is None and name.startswith(_DIFFUSERS):  # diffusers' own names need no vocabulary
+        return name.removeprefix(_DIFFUSERS)
     return None
 
 

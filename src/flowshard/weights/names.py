@@ -17,6 +17,11 @@ class Vocabulary:
         ordered = sorted(pairs, key=lambda pair: -len(pair[1].split(".")))
         self._from_original = [(_pattern(theirs), ours) for ours, theirs in ordered]
 
+    @classmethod
+    def unchanged(cls, *names: str) -> "Vocabulary":
+        """That of a publisher who uses diffusers' names; `names` are those of the model's first level."""
+        return cls([(name, name) for name in names])
+
     def to_original(self, name: str) -> str | None:
         """The publisher's name of what diffusers calls `name`; None if it is not known."""
         return _translate(name, self._to_original)

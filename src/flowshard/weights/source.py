@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowshard.errors import UserError
-from flowshard.families import all_families, find_variant
+from flowshard.families import all_families, find_family_of_pipeline, find_variant
 from flowshard.families.base import Family, Variant
 from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
@@ -21,7 +21,7 @@ from flowshard.weights.files import (
     read_header,
     read_headers,
     read_json,
-    scheduler_shift,
+    scheduler_settings,
 )
 
 _REPOSITORY_FILES = re.compile(r"(?P<id>[\w.-]+/[\w.-]+):(?P<pattern>.+)")
@@ -43,8 +43,8 @@ class ModelSource:
     """The transformer's, in diffusers' names."""
     config: Mapping[str, Any]
     """The transformer's, in diffusers' terms."""
-    shift: float
-    """Sigma shift of the scheduler."""
+    scheduler: Mapping[str, Any]
+    """Settings of the scheduler in diffusers' terms, the sigma shift among them."""
 
     @property
     def transformer(self) -> Path:
@@ -52,7 +52,7 @@ class ModelSource:
         return Path(self.label) if self.folder is None else self.folder / TRANSFORMER_FOLDER
 
 
-def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Family, ModelSource]:
+def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Family, Variant, ModelSource]:
     """`find_source`, for a model whose variant may have to be recognised.
 
     Raises:
@@ -60,7 +60,7 @@ def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Fam
     """
     name = recognise_variant(path, option=option, variant_option="--variant") if variant is None else variant
     family, row = find_variant(name, option="--variant")
-    return family, find_source(path, family, row, option=option)
+    return family, row, find_source(path, family, row, option=option)
 
 
 def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
@@ -74,23 +74,36 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     Raises:
         UserError: it cannot be told; the message lists what it might be.
     """
-    found: list[str] = []
-    problem: UserError | None = None
-    for family in all_families():
-        for variant in family.variants.values():
-            try:
-                source = find_source(path, family, variant, option=option)
-            except UserError as error:
-                problem = error
-                continue
-            if source.config.get(family.heads_setting) == variant.heads:
-                found.append(variant.name)
+    if isinstance(path, str) and not _is_original(path):
+        folder = find_pipeline(path, option=option)
+        name = read_json(folder / "model_index.json").get("_class_name")
+        family = find_family_of_pipeline(str(name))
+        if family is None:
+            known = ", ".join(one.pipeline_class for one in all_families())
+            raise UserError(f"{option}: {folder} holds a {name}, which is none of {known}; give another model")
+        candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = [
+            (family, variant, read_json(folder / TRANSFORMER_FOLDER / "config.json"))
+            for variant in family.variants.values()
+        ]
+    else:
+        candidates = []
+        problems: list[UserError] = []
+        for family in (one for one in all_families() if one.original_weights is not None):
+            for variant in family.variants.values():
+                try:
+                    source = find_source(path, family, variant, option=option)
+                except UserError as error:
+                    problems.append(error)
+                else:
+                    candidates.append((family, variant, source.config))
+        if len(problems) == 1 and not candidates:
+            raise problems[0]
+    found = [one.name for family, one, config in candidates if config.get(family.heads_setting) == one.heads]
     if len(found) == 1:
         return found[0]
-    known = [name for family in all_families() for name in family.variants]
-    if problem is not None and len(known) == 1:
-        raise problem
-    raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(found or known)}")
+    possible = found or [one.name for _, one, _ in candidates]
+    possible = possible or [name for family in all_families() for name in family.variants]
+    raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
 
 
 def find_source(path: str | Sequence[str], family: Family, variant: Variant, *, option: str) -> ModelSource:
@@ -116,7 +129,7 @@ def find_source(path: str | Sequence[str], family: Family, variant: Variant, *, 
             parts={name: folder / name for name in components},
             tensors=read_headers(folder / TRANSFORMER_FOLDER),
             config=read_json(folder / TRANSFORMER_FOLDER / "config.json"),
-            shift=scheduler_shift(folder, variant.shift),
+            scheduler=scheduler_settings(folder, variant.scheduler),
         )
     entries = [path] if isinstance(path, str) else list(path)
     return _from_files(entries, family, variant, option)
@@ -130,6 +143,11 @@ def _is_original(path: str) -> bool:
 
 
 def _from_files(entries: list[str], family: Family, variant: Variant, option: str) -> ModelSource:
+    if family.original_weights is None:
+        raise UserError(
+            f"{option}: {', '.join(entries)}: {family.name} is read in the diffusers layout only; give a folder with a "
+            f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
+        )
     files = [file for entry in entries for file in _expand(entry, family, option)]
     parts: dict[str, Path] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -164,7 +182,7 @@ def _from_files(entries: list[str], family: Family, variant: Variant, option: st
         config=family.transformer_config(
             read_json(publishers) if publishers.is_file() else None, tensors, variant, where=f"{option}: {publishers}"
         ),
-        shift=variant.shift,
+        scheduler=variant.scheduler,
     )
 
 
@@ -205,6 +223,7 @@ def _expand(entry: str, family: Family, option: str) -> list[Path]:
         return _repository_files(repository["id"], repository["pattern"], option)
     place = Path(entry)
     if place.is_dir() and _part_of(place, family) is None:
+        assert family.original_weights is not None  # noqa: S101
         found = sorted(place.glob(family.original_weights))
         if not found:
             raise UserError(

@@ -1,0 +1,208 @@
+"""FLUX.2 (https://github.com/black-forest-labs/flux2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flowshard.families.base import Sampling, Variant
+from flowshard.families.flux import plan_of_two_streams, rotate_tokens, text_tokens
+from flowshard.families.joint import JointFamily, to_grid, to_sequence
+from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.weights.names import Vocabulary
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from flowshard.families.base import Tensors
+    from flowshard.weights.source import ModelSource
+
+_STEPS = 50
+"""Sampling steps for which the shift is taken, which depends on them."""
+
+
+class Flux2(JointFamily):
+    """FLUX.2."""
+
+    name = "flux2"
+    variants = {
+        variant.name: variant
+        for variant in (
+            Variant(
+                "flux.2-dev",
+                "black-forest-labs/FLUX.2-dev",
+                heads=48,
+                scheduler={"use_dynamic_shifting": True, "shift": 3.0},
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=_STEPS, guidance=4.0),
+            ),
+        )
+    }
+    pipeline_class = "Flux2Pipeline"
+    transformer_class = "Flux2Transformer2DModel"
+    text_components = ("text_encoder", "tokenizer")
+    takes_negative_prompt = False
+    block_lists = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
+    heads_setting = "num_attention_heads"
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "linear_in",
+        "linear_out",
+        "to_qkv_mlp_proj",
+        "single_transformer_blocks.*.attn.to_out",
+    )
+    lora_aliases = {
+        "img_attn.qkv": ("to_q", "to_k", "to_v"),
+        "txt_attn.qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+        "img_attn.proj": ("to_out.0",),
+        "txt_attn.proj": ("to_add_out",),
+        "img_mlp.0": ("ff.linear_in",),
+        "img_mlp.2": ("ff.linear_out",),
+        "txt_mlp.0": ("ff_context.linear_in",),
+        "txt_mlp.2": ("ff_context.linear_out",),
+        "linear1": ("to_qkv_mlp_proj",),
+        "linear2": ("single_transformer_blocks.*.attn.to_out",),
+    }
+    names = Vocabulary([])
+    encoding_version = 1
+
+    def dynamic_shift(self, scheduler: Mapping[str, Any], tokens: int) -> float:
+        """mu as the publisher's sampler has it: a line for 10 steps and one for 200, and between them for others.
+
+        https://github.com/black-forest-labs/flux2, src/flux2/sampling.py, `compute_empirical_mu`.
+        """
+        del scheduler  # the sampler's constants are in no config
+        at_200 = 0.00016927 * tokens + 0.45666666
+        if tokens > 4300:
+            return at_200
+        at_10 = 8.73809524e-05 * tokens + 1.89833333
+        return at_200 + (at_10 - at_200) * (200 - _STEPS) / 190
+
+    def own_parts(self, source: ModelSource) -> dict[str, Any]:
+        """The tokenizer alone: the processor that it is published in does the same to text, but needs torchvision."""
+        from transformers import AutoTokenizer
+
+        return {"tokenizer": AutoTokenizer.from_pretrained(source.parts["tokenizer"], local_files_only=True)}
+
+    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+        import torch
+
+        vae = encoders.vae
+        with torch.no_grad():
+            latents = vae.encode(self.pixels(frames, vae.device)[:, :, 0]).latent_dist.mode().float()
+        statistics = vae.bn
+        mean, variance = (one.view(1, -1, 1, 1).float() for one in (statistics.running_mean, statistics.running_var))
+        normalised = (torch.pixel_unshuffle(latents, 2) - mean) / (variance + vae.config.batch_norm_eps).sqrt()
+        return {"latents": normalised[0].cpu()}
+
+    def encode_text(self, encoders: Any, prompt: str) -> Tensors:
+        import torch
+
+        with torch.no_grad():
+            embeddings, _ = encoders.encode_prompt(
+                prompt, device=encoders.device, max_sequence_length=text_tokens(encoders.tokenizer)
+            )
+        return {"prompt_embeds": embeddings[0].cpu()}
+
+    def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
+        import torch
+
+        return {"prompt_embeds": torch.stack([one["prompt_embeds"] for one in conditions])}
+
+    def denoise(
+        self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
+    ) -> torch.Tensor:
+        import torch
+
+        batch, _, height, width = noisy.shape
+        text = conditions["prompt_embeds"]
+
+        def places(rows: int, columns: int, length: int) -> torch.Tensor:
+            axes = [torch.arange(size, device=noisy.device) for size in (1, rows, columns, length)]
+            return torch.cartesian_prod(*axes).expand(batch, -1, -1)
+
+        prediction = transformer(
+            hidden_states=to_sequence(noisy),
+            encoder_hidden_states=text,
+            timestep=sigma,
+            guidance=conditions.get("guidance"),
+            img_ids=places(height, width, 1),
+            txt_ids=places(1, 1, text.shape[1]),
+            return_dict=False,
+        )[0]
+        return to_grid(prediction, noisy)
+
+    def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
+        """As that of FLUX.1, but for the blocks with one stream, which compute attention and feed-forward in one."""
+        plan = plan_of_two_streams(self, transformer, tokens)
+        parallel = {name: ParallelAttention(tokens) for name in plan.processors if name.startswith("single_")}
+        return replace(plan, processors={**plan.processors, **parallel})
+
+    def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        pipeline.vae.to(pipeline.text_encoder.dtype)  # the pipeline does not convert what it decodes
+        length = text_tokens(pipeline.tokenizer)
+        return self.sample(pipeline, arguments, guidance_scale=arguments["guidance"], max_sequence_length=length)
+
+    def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
+
+        from flowshard.families import tiny_encoders
+        from flowshard.seeds import isolated_rng
+
+        tokenizer = tiny_encoders.mistral_tokenizer()
+        tokenizer.model_max_length = 128  # of which the template takes a quarter
+        with isolated_rng(seed, "tiny", variant.name):
+            text_encoder = tiny_encoders.mistral3_encoder(tokenizer)
+            vae = tiny_encoders.flux2_vae()
+            transformer = Flux2Transformer2DModel(
+                num_layers=1,
+                num_single_layers=2,
+                attention_head_dim=8,
+                num_attention_heads=variant.heads,
+                joint_attention_dim=3 * tiny_encoders.MISTRAL_WIDTH,
+                mlp_ratio=1.0,
+                axes_dims_rope=(2, 2, 2, 2),
+            )
+        return Flux2Pipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
+            vae=vae.eval(),
+            text_encoder=text_encoder.eval(),
+            tokenizer=tokenizer,
+            transformer=transformer.eval(),
+        )
+
+
+class ParallelAttention:
+    """Attention of a block that projects to queries, keys, values and feed-forward at once."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What diffusers asks of a processor: `hidden_states` are own text and own image tokens."""
+        import torch
+
+        assert attention_mask is None and image_rotary_emb is not None  # noqa: S101
+        projected = attn.to_qkv_mlp_proj(hidden_states)
+        qkv, feed_forward = projected.split([3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1)
+        query, key, value = qkv.unflatten(-1, (3, attn.heads, -1)).unbind(2)
+        query, key = (
+            rotate_tokens(normalised, image_rotary_emb) for normalised in (attn.norm_q(query), attn.norm_k(key))
+        )
+        result = self._tokens.attention(query, key, value, streams=("text", "image")).flatten(2).type_as(query)
+        output: torch.Tensor = attn.to_out(torch.cat([result, attn.mlp_act_fn(feed_forward)], dim=-1))
+        return output

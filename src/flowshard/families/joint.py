@@ -1,0 +1,102 @@
+"""What transformers with a text and an image stream share: latents as sequences of tokens, and joint attention.
+
+Latents are kept as a grid of tokens, (channels, height, width) with a patch of 2 x 2 in the channels, in the order in
+which these models take them: that of `torch.pixel_unshuffle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flowshard.families.images import ImageFamily
+from flowshard.families.sequence import Tokens
+
+if TYPE_CHECKING:
+    import torch
+
+Rotate = Callable[..., "torch.Tensor"]
+"""Applies rotary tables to (batch, tokens, heads, size)."""
+
+
+class JointFamily(ImageFamily):
+    """A family whose transformer takes a sequence of image tokens beside one of text tokens."""
+
+    def tokens(self, shape: torch.Size) -> int:
+        _, height, width = shape
+        return height * width
+
+
+def to_sequence(latents: torch.Tensor) -> torch.Tensor:
+    """(batch, channels, height, width) to (batch, height * width, channels)."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def to_grid(sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The opposite of `to_sequence`, in the shape of `like`."""
+    return sequence.transpose(1, 2).reshape(like.shape)
+
+
+class JointAttention:
+    """Attention of text and image tokens to one another, over all processes that hold them.
+
+    In the form of diffusers' processors for FLUX.1, FLUX.2 and Qwen-Image: blocks with two streams have projections for
+    each, those with one get text and image tokens one after another and project the result themselves.
+    """
+
+    def __init__(self, tokens: Tokens, rotate: Rotate) -> None:
+        """Use `rotate(states, tables)` for the rotary embedding."""
+        self._tokens = tokens
+        self.rotate = rotate
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What diffusers asks of a processor.
+
+        Args:
+            attn: the attention module.
+            hidden_states: own image tokens, or own text and image tokens; (batch, tokens, width).
+            encoder_hidden_states: own text tokens, if they have projections of their own.
+            attention_mask: none of the models passes one.
+            image_rotary_emb: tables of own tokens.
+            encoder_hidden_states_mask: of the whole text stream, (batch, tokens), True for tokens that count.
+        """
+        import torch
+
+        assert attention_mask is None  # noqa: S101
+        query = attn.norm_q(_heads(attn, attn.to_q(hidden_states)))
+        key = attn.norm_k(_heads(attn, attn.to_k(hidden_states)))
+        value = _heads(attn, attn.to_v(hidden_states))
+        text = 0
+        if encoder_hidden_states is not None:
+            text = encoder_hidden_states.shape[1]
+            text_query = attn.norm_added_q(_heads(attn, attn.add_q_proj(encoder_hidden_states)))
+            text_key = attn.norm_added_k(_heads(attn, attn.add_k_proj(encoder_hidden_states)))
+            text_value = _heads(attn, attn.add_v_proj(encoder_hidden_states))
+            query, key, value = (
+                torch.cat(pair, dim=1) for pair in ((text_query, query), (text_key, key), (text_value, value))
+            )
+        query, key = self.rotate(query, image_rotary_emb), self.rotate(key, image_rotary_emb)
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            image = encoder_hidden_states_mask.new_ones(len(hidden_states), self._tokens.length("image"))
+            mask = torch.cat([encoder_hidden_states_mask, image], dim=1)
+        result = self._tokens.attention(query, key, value, streams=("text", "image"), mask=mask)
+        result = result.flatten(2).type_as(query)
+        if encoder_hidden_states is None:
+            return result
+        of_image = result[:, text:]
+        for layer in attn.to_out:
+            of_image = layer(of_image)
+        return of_image, attn.to_add_out(result[:, :text])
+
+
+def _heads(attn: Any, states: torch.Tensor) -> torch.Tensor:
+    return states.unflatten(-1, (attn.heads, -1))

@@ -1,0 +1,180 @@
+"""Qwen-Image (https://github.com/QwenLM/Qwen-Image, https://arxiv.org/abs/2508.02324)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowshard.families.base import Sampling, Variant
+from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
+from flowshard.families.rotary import rotate_complex
+from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.weights.names import Vocabulary
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from flowshard.families.base import Tensors
+
+TEXT_TOKENS = 1024
+"""The longest prompt, in tokens, that the pipeline encodes; the rest is cut off."""
+
+
+class QwenImage(JointFamily):
+    """Qwen-Image."""
+
+    name = "qwen-image"
+    variants = {
+        variant.name: variant
+        for variant in (
+            Variant(
+                "qwen-image",
+                "Qwen/Qwen-Image",
+                heads=24,
+                scheduler={
+                    "use_dynamic_shifting": True,
+                    "base_shift": 0.5,
+                    "max_shift": 0.9,
+                    "base_image_seq_len": 256,
+                    "max_image_seq_len": 8192,
+                },
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0),
+            ),
+        )
+    }
+    pipeline_class = "QwenImagePipeline"
+    transformer_class = "QwenImageTransformer2DModel"
+    text_components = ("text_encoder", "tokenizer")
+    takes_negative_prompt = True
+    block_lists = {"transformer_blocks": "num_layers"}
+    heads_setting = "num_attention_heads"
+    lora_targets = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+    # The publisher gives out the weights in the diffusers layout.
+    names = Vocabulary.unchanged(
+        "transformer_blocks", "img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out"
+    )
+    remembering = ("pos_embed",)
+    encoding_version = 1
+
+    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+        import torch
+
+        vae = encoders.vae
+        with torch.no_grad():
+            # The mode, not a sample: the encoding is deterministic and the posterior is narrow.
+            latents = vae.encode(self.pixels(frames, vae.device)).latent_dist.mode()[:, :, 0].float()
+        mean, std = (
+            torch.tensor(values, device=latents.device).view(1, -1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return {"latents": torch.pixel_unshuffle((latents - mean) / std, 2)[0].cpu()}
+
+    def encode_text(self, encoders: Any, prompt: str) -> Tensors:
+        import torch
+
+        with torch.no_grad():
+            embeddings, _ = encoders.encode_prompt(prompt, device=encoders.device, max_sequence_length=TEXT_TOKENS)
+        return {"prompt_embeds": embeddings[0].cpu()}
+
+    def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
+        """Pad to the longest prompt, with a mask if they differ; the transformer attends to no padding."""
+        import torch
+
+        embeddings = [one["prompt_embeds"] for one in conditions]
+        lengths = torch.tensor([len(one) for one in embeddings])
+        padded = torch.nn.utils.rnn.pad_sequence(embeddings, batch_first=True)
+        longest = padded.shape[1]
+        if bool((lengths == longest).all()):
+            return {"prompt_embeds": padded}
+        return {"prompt_embeds": padded, "prompt_mask": torch.arange(longest) < lengths[:, None]}
+
+    def denoise(
+        self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
+    ) -> torch.Tensor:
+        batch, _, height, width = noisy.shape
+        prediction = transformer(
+            hidden_states=to_sequence(noisy),
+            timestep=sigma,
+            encoder_hidden_states=conditions["prompt_embeds"],
+            encoder_hidden_states_mask=conditions.get("prompt_mask"),
+            img_shapes=[[(1, height, width)]] * batch,
+            return_dict=False,
+        )[0]
+        return to_grid(prediction, noisy)
+
+    def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
+        """Split before the first block, as the model takes the length of the text from the embedding."""
+
+        def rotary(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            image, text = output
+            return tokens.split(image, 0, stream="image"), tokens.split(text, 0, stream="text")
+
+        def whole(output: torch.Tensor) -> torch.Tensor:
+            return tokens.gather(output, 1, stream="image")
+
+        return SequencePlan(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": ("image", 1), "encoder_hidden_states": ("text", 1)},
+            },
+            outputs={"pos_embed": rotary, "proj_out": whole},
+            processors={
+                f"transformer_blocks.{index}.attn": JointAttention(tokens, _rotate)
+                for index in range(len(self.blocks(transformer)))
+            },
+        )
+
+    def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        return self.sample(
+            pipeline,
+            arguments,
+            true_cfg_scale=arguments["guidance"],
+            negative_prompt=arguments["negative_prompt"],
+            max_sequence_length=TEXT_TOKENS,
+        )
+
+    def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+
+        from flowshard.families import tiny_encoders
+        from flowshard.families.tiny import TEXT_WIDTH
+        from flowshard.seeds import isolated_rng
+
+        tokenizer = tiny_encoders.qwen_tokenizer()
+        with isolated_rng(seed, "tiny", variant.name):
+            text_encoder = tiny_encoders.qwen_vl_encoder(tokenizer)
+            vae = tiny_encoders.qwen_vae()
+            transformer = QwenImageTransformer2DModel(
+                num_layers=3,
+                attention_head_dim=6,
+                num_attention_heads=variant.heads,
+                joint_attention_dim=TEXT_WIDTH,
+                axes_dims_rope=(2, 2, 2),
+            )
+        return QwenImagePipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler, shift_terminal=0.02),
+            vae=vae.eval(),
+            text_encoder=text_encoder.eval(),
+            tokenizer=tokenizer,
+            transformer=transformer.eval(),
+        )
+
+
+def _rotate(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    image, text = tables
+    return rotate_complex(states, torch.cat([text, image]))
