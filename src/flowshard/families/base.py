@@ -78,7 +78,7 @@ class Family(ABC):
     lora_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names of layers in the publisher's code and in other trainers, to diffusers' names."""
     takes_negative_prompt: ClassVar[bool]
-    """Whether the pipeline does classifier-free guidance."""
+    """Whether the pipeline can do classifier-free guidance."""
     original_weights: ClassVar[str | None] = None
     """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
     original_parts: ClassVar[Mapping[str, str]] = {}
@@ -153,7 +153,7 @@ class Family(ABC):
 
         types = {"default": dtype, "vae": torch.float32}
         return getattr(diffusers, self.pipeline_class).from_pretrained(
-            source.folder, transformer=transformer, torch_dtype=types, local_files_only=True, **self.own_parts(source)
+            source.folder, transformer=transformer, dtype=types, local_files_only=True, **self.own_parts(source)
         )
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:  # noqa: ARG002
@@ -197,7 +197,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
-        """Encode one prompt to CPU tensors without padding."""
+        """Encode one prompt to CPU tensors, without padding unless the model attends to a fixed length of it."""
 
     @abstractmethod
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:

@@ -48,5 +48,10 @@ class ImageFamily(Family):
 
         with torch.no_grad():
             latents = vae.encode(self.pixels(frames, vae.device)[:, :, 0]).latent_dist.mode()
-        scaled: torch.Tensor = (latents.float() - vae.config.shift_factor) * vae.config.scaling_factor
+        scaled: torch.Tensor = (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
         return scaled
+
+
+def prompt_length(tokenizer: Any, published: int) -> int:
+    """Length to which prompts are padded: the publisher's, or less if the tokenizer has a limit."""
+    return min(published, tokenizer.model_max_length)

@@ -98,7 +98,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
                     candidates.append((family, variant, source.config))
         if len(problems) == 1 and not candidates:
             raise problems[0]
-    found = [one.name for family, one, config in candidates if config.get(family.heads_setting) == one.heads]
+    found = [one.name for family, one, config in candidates if config.get(family.heads_setting, one.heads) == one.heads]
     if len(found) == 1:
         return found[0]
     possible = found or [one.name for _, one, _ in candidates]
