@@ -51,7 +51,8 @@ class ModelConfig(Section):
     unexpected: Literal["error", "ignore"] = "error"
     """What to do about weights in the files that the model has no place for, other than those of removed modules."""
     expert: Literal["high", "low"] | None = None
-    """Which expert of a model with two is trained (Wan 2.2)."""
+    """Which transformer of a model with two is trained (Wan 2.2 A14B): the one for high noise or for low. It sets the
+    range of sigma."""
     layers: PositiveInt | None = None
     """Only the first so many blocks of each kind, to try things out with a shortened model; null is all."""
     dtype: Dtype = "bfloat16"
@@ -273,7 +274,6 @@ class Config(Section):
 # Options of the fixed schema whose other values come with later versions: option -> what is accepted today. They are
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
-    "model.expert": (None,),
     "memory.compile": (False,),
     "validation.every": (0,),
     "log.trackers": ([],),

@@ -52,6 +52,9 @@ class GenerateOptions:
     sequence: int
     variant: str | None
     extend: str | None
+    inputs: list[str]
+    lora_high: Path | None
+    lora_low: Path | None
 
 
 @dataclass(frozen=True)

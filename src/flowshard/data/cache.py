@@ -47,6 +47,7 @@ class EncodedCache:
             "dtype": str(dtype),
             "encoders": [fingerprint(source.parts[name]) for name in family.text_components],
         }
+        self._text_inputs = family.text_inputs
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}
 
@@ -102,16 +103,25 @@ class EncodedCache:
         return load_file(self._text_file(row))
 
     def _media_file(self, row: Row) -> Path:
-        key = ("media", row.media)
+        key = ("media", row.files)
         if key not in self._files:
-            self._files[key] = self._entry("media", {**self._media_basis, "sha256": self._hashes.of(row.media)})
+            own = {"sha256": self._hashes.of(row.media), **self._hashed(row, list(row.inputs))}
+            self._files[key] = self._entry("media", {**self._media_basis, **own})
         return self._files[key]
 
     def _text_file(self, row: Row) -> Path:
-        key = ("text", row.prompt)
+        columns = [column for column in self._text_inputs if column in row.inputs]
+        key = ("text", (row.prompt, *(row.inputs[column] for column in columns)))
         if key not in self._files:
-            self._files[key] = self._entry("text", {**self._text_basis, "prompt": row.prompt})
+            own = {"prompt": row.prompt, **self._hashed(row, columns)}
+            self._files[key] = self._entry("text", {**self._text_basis, **own})
         return self._files[key]
+
+    def _hashed(self, row: Row, columns: Sequence[str]) -> dict[str, Any]:
+        """The contents of the files of these inputs."""
+        if not columns:
+            return {}
+        return {"inputs": {column: [self._hashes.of(file) for file in row.inputs[column]] for column in columns}}
 
     def _entry(self, kind: str, ingredients: dict[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()

@@ -1,18 +1,20 @@
 """Samples as the transformer takes them, encoded at every access or read from the cache."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flowshard.config import Config
 from flowshard.data.cache import EncodedCache
-from flowshard.data.media import read_frames
+from flowshard.data.media import read_frames, read_inputs
 from flowshard.data.metadata import Metadata, Row
 from flowshard.errors import UserError
-from flowshard.families.base import Family
+from flowshard.families.base import Family, Inputs
 from flowshard.parallel.processes import Processes
 from flowshard.seeds import isolated_rng
 from flowshard.weights.source import ModelSource
@@ -52,11 +54,28 @@ class Encoder:
         """Latents and other tensors of the row's medium."""
         data, where = self.config.data, self.metadata.describe(row)
         frames = read_frames(row.media, height=data.height, width=data.width, frames=data.frames, where=where)
-        return self._checked(self.family.encode_media(self._load(), frames), where)
+        inputs = self._inputs(row, [one.column for one in self.family.inputs], frames)
+        encoders = self._load()
+        own = self.family.encode_media(encoders, frames)
+        return self._checked({**own, **self.family.encode_inputs(encoders, frames, inputs)}, where)
 
     def text(self, row: Row) -> dict[str, torch.Tensor]:
         """Tensors of the row's prompt."""
-        return self._checked(self.family.encode_text(self._load(), row.prompt), self.metadata.describe(row))
+        inputs = self._inputs(row, self.family.text_inputs, None)
+        return self._checked(self.family.encode_prompt(self._load(), row.prompt, inputs), self.metadata.describe(row))
+
+    def _inputs(self, row: Row, columns: Sequence[str], frames: np.ndarray | None) -> Inputs:
+        """What the model gets besides the prompt, decoded; see `families.base.Inputs`."""
+        data = self.config.data
+        return read_inputs(
+            [one for one in self.family.inputs if one.column in columns],
+            row.inputs,
+            own=frames,
+            height=data.height,
+            width=data.width,
+            frames=data.frames,
+            where=self.metadata.describe(row),
+        )
 
     def release(self) -> None:
         """Free the encoders."""

@@ -3,14 +3,16 @@
 Training, caching and conditions all come through `read_frames`, so there is one way a picture is cut.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image, ImageOps
 
 from flowshard.errors import UserError
+from flowshard.families.base import Input, Inputs
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 BACKGROUND = (255, 255, 255)
@@ -57,6 +59,61 @@ def read_frames(path: Path, *, height: int, width: int, frames: int, where: str)
             f"{where}: has {len(pictures)} frames, data.frames asks for {frames}; lower data.frames or remove the row"
         )
     return np.stack(pictures)
+
+
+def read_inputs(
+    inputs: Sequence[Input],
+    files: Mapping[str, Sequence[Path]],
+    *,
+    own: np.ndarray | None,
+    height: int,
+    width: int,
+    frames: int,
+    where: str,
+) -> Inputs:
+    """What a model gets besides the prompt, decoded.
+
+    Args:
+        inputs: what it can get.
+        files: the files of each, by column.
+        own: frames of the sample itself, which stand in for pictures that no file is given for.
+        height: of pictures and clips in pixels.
+        width: of pictures and clips in pixels.
+        frames: of clips.
+        where: names the sample in messages.
+
+    Raises:
+        UserError: a file cannot be decoded; the message names it.
+    """
+    found: dict[str, Any] = {}
+    for one in inputs:
+        place = f"{where}, {one.column}"
+        paths = files.get(one.column, ())
+        if not paths:
+            if one.from_clip is not None and own is not None:
+                found[one.column] = own[:1] if one.from_clip == "first" else own[-1:]
+        elif one.kind == "images":
+            found[one.column] = [read_picture(path, where=place) for path in paths]
+        else:
+            count = frames if one.kind == "video" else 1
+            found[one.column] = read_frames(paths[0], height=height, width=width, frames=count, where=place)
+    return found
+
+
+def read_picture(path: Path, *, where: str) -> Image.Image:
+    """A picture in its own size, or the first one of a clip.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
+    try:
+        source = _image(path) if is_image(path) else _video(path)
+        picture = next(source)
+        source.close()
+    except Exception as error:  # as in `read_frames`
+        reason = " ".join(str(error).split()) or "it holds no picture"
+        raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
+    return picture
 
 
 def _image(path: Path) -> Generator[Image.Image, None, None]:

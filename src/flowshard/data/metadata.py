@@ -3,12 +3,13 @@
 import csv
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowshard.errors import UserError
+from flowshard.families.base import Input
 
 MEDIA_COLUMNS = ("video", "image")
 TEXT_COLUMN = "prompt"
@@ -24,6 +25,13 @@ class Row:
     """Place in the file, from 1, the header not counted."""
     media: Path
     prompt: str
+    inputs: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
+    """Files of what the model gets besides the prompt, by column."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The medium and the files of the inputs."""
+        return self.media, *(file for files in self.inputs.values() for file in files)
 
 
 @dataclass(frozen=True)
@@ -39,12 +47,13 @@ class Metadata:
         return f"{self.path}, row {row.number} ({row.media})"
 
 
-def read_metadata(path: str | Path, root: str | Path | None = None) -> Metadata:
+def read_metadata(path: str | Path, root: str | Path | None = None, inputs: Sequence[Input] = ()) -> Metadata:
     """Read and check a metadata file.
 
     Args:
         path: `.csv`, `.json` (a list of objects) or `.jsonl`, in UTF-8 with or without byte-order mark.
         root: the folder that media paths start from and must stay in; the metadata's own folder if None.
+        inputs: what the model gets besides the prompt.
 
     Raises:
         UserError: the file cannot be read, has no samples, lacks a column, or a row names no medium, a medium that does
@@ -57,17 +66,19 @@ def read_metadata(path: str | Path, root: str | Path | None = None) -> Metadata:
     columns, records = _read_records(path)
     if not records:
         raise UserError(f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}")
-    _check_columns(path, columns)
-    rows = [_read_row(path, number, record, folder) for number, record in enumerate(records, start=1)]
-    missing = [row for row in rows if not _is_file(row.media)]
+    _check_columns(path, columns, inputs)
+    rows = [_read_row(path, number, record, folder, inputs) for number, record in enumerate(records, start=1)]
+    missing = [(row.number, file) for row in rows for file in row.files if not _is_file(file)]
     if missing:
-        shown = "\n".join(f"  row {row.number}: {row.media}" for row in missing[:_SHOWN_ROWS])
+        shown = "\n".join(f"  row {number}: {file}" for number, file in missing[:_SHOWN_ROWS])
         more = f"\n  and {len(missing) - _SHOWN_ROWS} more" if len(missing) > _SHOWN_ROWS else ""
+        affected = len({number for number, _ in missing})
         raise UserError(
-            f"{path}: media of {len(missing)} of {len(rows)} rows do not exist; correct the paths or set data.root "
+            f"{path}: media of {affected} of {len(rows)} rows do not exist; correct the paths or set data.root "
             f"(now {folder})\n{shown}{more}"
         )
-    unused = tuple(column for column in columns if column not in (*MEDIA_COLUMNS, TEXT_COLUMN))
+    known = (*MEDIA_COLUMNS, TEXT_COLUMN, *(one.column for one in inputs))
+    unused = tuple(column for column in columns if column not in known)
     return Metadata(path, tuple(rows), unused)
 
 
@@ -190,15 +201,18 @@ def _require_object(path: Path, place: str, record: Any) -> dict[str, Any]:
     return record
 
 
-def _check_columns(path: Path, columns: list[str]) -> None:
+def _check_columns(path: Path, columns: list[str], inputs: Sequence[Input]) -> None:
     found = ", ".join(repr(column) for column in columns)
     if TEXT_COLUMN not in columns:
         raise UserError(f"{path}: the column {TEXT_COLUMN!r} is missing; found {found}")
     if not any(column in columns for column in MEDIA_COLUMNS):
         raise UserError(f"{path}: a column {_media_columns()} is missing; found {found}")
+    for one in inputs:
+        if one.required and one.from_clip is None and one.column not in columns:
+            raise UserError(f"{path}: the column {one.column!r} is missing, which this model needs; found {found}")
 
 
-def _read_row(path: Path, number: int, record: dict[str, Any], root: Path) -> Row:
+def _read_row(path: Path, number: int, record: dict[str, Any], root: Path, inputs: Sequence[Input]) -> Row:
     cells: dict[str, str] = {}
     for column in (TEXT_COLUMN, *MEDIA_COLUMNS):
         value = record.get(column)
@@ -213,11 +227,34 @@ def _read_row(path: Path, number: int, record: dict[str, Any], root: Path) -> Ro
     if len(media) != 1:
         problem = "names both a video and an image" if media else f"names no {_media_columns()}"
         raise UserError(f"{path}: row {number}: {problem}; a row is one sample with one medium")
-    name = cells[media[0]]
+    medium = _inside(path, number, cells[media[0]], root)
+    files = {one.column: _input_files(path, number, record, root, one) for one in inputs}
+    return Row(number, medium, cells[TEXT_COLUMN], {column: found for column, found in files.items() if found})
+
+
+def _input_files(path: Path, number: int, record: dict[str, Any], root: Path, one: Input) -> tuple[Path, ...]:
+    """The files of a cell: a name, a list of names, or text that holds such a list as JSON."""
+    value = record.get(one.column)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise UserError(f"{path}: row {number}: {one.column!r} is no list of files: {value!r}") from None
+    names = [] if value in (None, "") else value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{path}: row {number}: {one.column!r} must be a file or a list of files, not {value!r}")
+    if len(names) > 1 and one.kind != "images":
+        raise UserError(f"{path}: row {number}: {one.column!r} takes one file, not {len(names)}")
+    if not names and one.required and one.from_clip is None:
+        raise UserError(f"{path}: row {number}: has no {one.column!r}, which this model needs")
+    return tuple(_inside(path, number, name, root) for name in names)
+
+
+def _inside(path: Path, number: int, name: str, root: Path) -> Path:
     # By the names alone: a link inside the data folder may lead elsewhere, as people lay out large sets that way.
     full = Path(os.path.abspath(root / name))  # noqa: PTH100
     if not full.is_relative_to(os.path.abspath(root)):  # noqa: PTH100
         raise UserError(
             f"{path}: row {number}: {name!r} lies outside the data folder {root}; set data.root to a folder that holds it"
         )
-    return Row(number, full, cells[TEXT_COLUMN])
+    return full

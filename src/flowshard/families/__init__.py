@@ -7,9 +7,9 @@ from functools import cache
 from flowshard.errors import UserError
 from flowshard.families.base import Family, Variant
 
-__all__ = ["Family", "Variant", "all_families", "find_family_of_pipeline", "find_variant", "get_family"]
+__all__ = ["Family", "Variant", "all_families", "families_of_pipeline", "find_variant", "get_family"]
 
-# A new family is one new file and its line here.
+# A new family, or another kind of conditions in a series, is one new file and its line here.
 _FAMILIES = {
     "wan": "flowshard.families.wan:Wan",
     "qwen-image": "flowshard.families.qwen_image:QwenImage",
@@ -21,7 +21,7 @@ _FAMILIES = {
 
 @cache
 def get_family(name: str) -> Family:
-    """The family of that name."""
+    """The family of that key."""
     module, _, attribute = _FAMILIES[name].partition(":")
     family: Family = getattr(importlib.import_module(module), attribute)()
     return family
@@ -47,6 +47,6 @@ def find_variant(name: str, *, option: str) -> tuple[Family, Variant]:
     raise UserError(f"{option}: unknown variant {name!r}; {advice}")
 
 
-def find_family_of_pipeline(pipeline_class: str) -> Family | None:
-    """The family whose diffusers pipeline has that class name."""
-    return next((family for family in all_families() if family.pipeline_class == pipeline_class), None)
+def families_of_pipeline(pipeline_class: str) -> list[Family]:
+    """The families whose diffusers pipeline has that class name."""
+    return [family for family in all_families() if family.pipeline_class == pipeline_class]

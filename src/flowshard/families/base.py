@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flowshard.errors import RunError, UserError
 from flowshard.weights.names import Vocabulary
@@ -39,6 +39,23 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Input:
+    """What a model gets besides the prompt, from a column of the metadata."""
+
+    column: str
+    kind: Literal["image", "images", "video"]
+    """One picture or a clip, at the size of the run; or pictures of any size."""
+    from_clip: Literal["first", "last"] | None = None
+    """Which frame of the sample's own clip it is for rows that name no file."""
+    required: bool = True
+    """Whether a row without it is refused, if the clip does not give it."""
+
+
+Inputs = Mapping[str, Any]
+"""By column: a picture or a clip as uint8 RGB of shape (frames, height, width, 3); `images` as a list of PIL images."""
+
+
+@dataclass(frozen=True)
 class Variant:
     """A published model."""
 
@@ -50,17 +67,24 @@ class Variant:
     scheduler: Mapping[str, Any]
     """Sigma shift of the publisher's scheduler in diffusers' terms, for models that come without their scheduler."""
     sampling: Sampling
+    experts: Mapping[str, tuple[float, float]] | None = None
+    """Of a model with two transformers: `high` and `low` to the range of sigma that each is for."""
 
 
 class Family(ABC):
-    """A series of models that share architecture, encoders and training objective."""
+    """Models of a series that share architecture, encoders, conditions and training objective."""
 
     name: ClassVar[str]
+    """Of the series."""
     variants: ClassVar[Mapping[str, Variant]]
     pipeline_class: ClassVar[str]
     """Name of the diffusers pipeline."""
     transformer_class: ClassVar[str]
     """Name of the diffusers transformer."""
+    inputs: ClassVar[tuple[Input, ...]] = ()
+    """What the models get besides the prompt."""
+    text_inputs: ClassVar[tuple[str, ...]] = ()
+    """Columns of those on which `encode_prompt` depends."""
     media_components: ClassVar[tuple[str, ...]]
     """Subfolders of the pipeline that `encode_media` depends on."""
     text_components: ClassVar[tuple[str, ...]]
@@ -88,7 +112,7 @@ class Family(ABC):
     remembering: ClassVar[tuple[str, ...]] = ()
     """Attributes of the transformer that keep tensors from one call to the next."""
     encoding_version: ClassVar[int]
-    """Raised whenever the result of `encode_media` or `encode_text` changes, so that no stale cache entry is used."""
+    """Raised whenever the result of an `encode_` method changes, so that no stale cache entry is used."""
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         """Refuse a size that the model cannot take; `where` prefixes the option names in the message."""
@@ -199,9 +223,26 @@ class Family(ABC):
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         """Encode one prompt to CPU tensors, without padding unless the model attends to a fixed length of it."""
 
+    def encode_inputs(self, encoders: Any, frames: np.ndarray, inputs: Inputs) -> Tensors:  # noqa: ARG002
+        """Encode what the model gets besides the prompt.
+
+        Args:
+            encoders: from `load_encoders`.
+            frames: the sample's own, uint8 RGB of shape (frames, height, width, 3).
+            inputs: what there is of `Family.inputs`.
+
+        Returns:
+            CPU tensors, which become conditions beside those of `encode_text`.
+        """
+        return {}
+
+    def encode_prompt(self, encoders: Any, prompt: str, inputs: Inputs) -> Tensors:  # noqa: ARG002
+        """`encode_text` for text encoders that also see pictures: what there is of `Family.text_inputs`."""
+        return self.encode_text(encoders, prompt)
+
     @abstractmethod
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
-        """Join what `encode_media` (without the latents) and `encode_text` gave for each sample of a micro-batch.
+        """Join what `encode_media` (without the latents), `encode_inputs` and `encode_prompt` gave for each sample of a micro-batch.
 
         What is added to make prompts of different length fit together has no influence on any sample.
         """
@@ -227,6 +268,10 @@ class Family(ABC):
         """The repeated blocks, in the order of execution."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
+    def learned(self, latents: torch.Tensor) -> torch.Tensor:
+        """The part of (batch, ...) latents that is predicted; the rest is given, and takes no part in the loss."""
+        return latents
+
     @abstractmethod
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """How the tokens of the stock transformer are divided among processes."""
@@ -241,7 +286,8 @@ class Family(ABC):
 
         Args:
             pipeline: the diffusers pipeline of the family.
-            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`, `generator`.
+            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`, `generator`,
+                `inputs`.
 
         Returns:
             uint8 RGB of shape (frames, height, width, 3).

@@ -70,6 +70,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         config = config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
     assert config.model.variant is not None  # noqa: S101
     family, variant = find_variant(config.model.variant, option="model.variant")
+    config = _with_expert(config, variant)
     data = config.data
     family.check_size(data.height, data.width, data.frames, where="data.")
     if config.model.extend is not None:
@@ -78,9 +79,9 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
-    metadata = read_metadata(data.metadata, data.root)
+    metadata = read_metadata(data.metadata, data.root, family.inputs)
     _check_batches(config, metadata)
-    source = find_source(config.model.path, family, variant, option="model.path")
+    source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, config.model.layers)
     _check_sequence(config, layout, family, variant, metadata, source)
@@ -125,6 +126,30 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         steps=steps,
         samples=samples,
     )
+
+
+def _with_expert(config: Config, variant: Variant) -> Config:
+    """The config with the range of sigma of the expert that is trained."""
+    expert, objective = config.model.expert, config.objective
+    if variant.experts is None:
+        if expert is not None:
+            raise UserError(
+                f"model.expert: {expert!r}, but {variant.name} has one transformer only; set model.expert=null"
+            )
+        return config
+    if expert is None:
+        ranges = " or ".join(f"{name} (sigma {low:g} to {high:g})" for name, (low, high) in variant.experts.items())
+        raise UserError(f"model.expert: {variant.name} has two transformers; set model.expert to {ranges}")
+    low, high = variant.experts[expert]
+    if objective.sigma_range == (0.0, 1.0):
+        objective = objective.model_copy(update={"sigma_range": (low, high)})
+    elif not low <= objective.sigma_range[0] < objective.sigma_range[1] <= high:
+        first, last = objective.sigma_range
+        raise UserError(
+            f"objective.sigma_range: [{first:g}, {last:g}] is not inside [{low:g}, {high:g}], for which the {expert} expert "
+            "of the model is; change it or model.expert"
+        )
+    return config.model_copy(update={"objective": objective})
 
 
 def check_writable(folder: Path, *, option: str) -> None:

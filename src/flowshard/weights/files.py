@@ -19,6 +19,8 @@ MODULES_FILE = "modules.safetensors"
 """What was trained in full beside the adapters, in diffusers' names."""
 TRANSFORMER_FOLDER = "transformer"
 """The transformer of a pipeline or of a checkpoint of full training."""
+LOW_EXPERT_FOLDER = "transformer_2"
+"""The transformer for low noise of a pipeline with two."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
@@ -184,7 +186,7 @@ def download(
         ) from None
 
 
-def check_pipeline(folder: Path, family: Family, *, option: str) -> None:
+def check_pipeline(folder: Path, family: Family, *, option: str, transformer: str = TRANSFORMER_FOLDER) -> None:
     """Refuse a pipeline folder of another family, or one that lacks a component.
 
     Raises:
@@ -196,8 +198,8 @@ def check_pipeline(folder: Path, family: Family, *, option: str) -> None:
             f"{option}: {folder} holds a {found}, the variant needs a {family.pipeline_class}; give the right folder or "
             "change model.variant"
         )
-    if not (folder / TRANSFORMER_FOLDER / "config.json").is_file():
-        raise UserError(f"{option}: {folder} lacks {TRANSFORMER_FOLDER}/config.json")
+    if not (folder / transformer / "config.json").is_file():
+        raise UserError(f"{option}: {folder} lacks {transformer}/config.json")
 
 
 def scheduler_settings(folder: Path, default: Mapping[str, Any]) -> Mapping[str, Any]:

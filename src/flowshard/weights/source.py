@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from flowshard.errors import UserError
-from flowshard.families import all_families, find_family_of_pipeline, find_variant
+from flowshard.families import all_families, families_of_pipeline, find_variant
 from flowshard.families.base import Family, Variant
 from flowshard.weights.files import (
+    LOW_EXPERT_FOLDER,
     TRANSFORMER_FOLDER,
     TensorInfo,
     check_pipeline,
@@ -45,11 +46,13 @@ class ModelSource:
     """The transformer's, in diffusers' terms."""
     scheduler: Mapping[str, Any]
     """Settings of the scheduler in diffusers' terms, the sigma shift among them."""
+    transformer_folder: str = TRANSFORMER_FOLDER
+    """Name of the transformer's folder in a pipeline."""
 
     @property
     def transformer(self) -> Path:
         """Where the transformer's weights are, for messages."""
-        return Path(self.label) if self.folder is None else self.folder / TRANSFORMER_FOLDER
+        return Path(self.label) if self.folder is None else self.folder / self.transformer_folder
 
 
 def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Family, Variant, ModelSource]:
@@ -77,12 +80,13 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     if isinstance(path, str) and not _is_original(path):
         folder = find_pipeline(path, option=option)
         name = read_json(folder / "model_index.json").get("_class_name")
-        family = find_family_of_pipeline(str(name))
-        if family is None:
-            known = ", ".join(one.pipeline_class for one in all_families())
+        families = families_of_pipeline(str(name))
+        if not families:
+            known = ", ".join(dict.fromkeys(one.pipeline_class for one in all_families()))
             raise UserError(f"{option}: {folder} holds a {name}, which is none of {known}; give another model")
         candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = [
             (family, variant, read_json(folder / TRANSFORMER_FOLDER / "config.json"))
+            for family in families
             for variant in family.variants.values()
         ]
     else:
@@ -106,7 +110,9 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
 
 
-def find_source(path: str | Sequence[str], family: Family, variant: Variant, *, option: str) -> ModelSource:
+def find_source(
+    path: str | Sequence[str], family: Family, variant: Variant, *, option: str, expert: str | None = None
+) -> ModelSource:
     """Find and check a model's files; no tensor is read.
 
     Args:
@@ -115,21 +121,24 @@ def find_source(path: str | Sequence[str], family: Family, variant: Variant, *, 
         family: of the model.
         variant: whose table has what the files do not say.
         option: names the option in messages.
+        expert: which transformer of a model with two, `high` or `low`.
 
     Raises:
         UserError: something is missing or broken; the message names it.
     """
     if isinstance(path, str) and not _is_original(path):
         folder = find_pipeline(path, option=option)
-        check_pipeline(folder, family, option=option)
+        transformer = LOW_EXPERT_FOLDER if expert == "low" else TRANSFORMER_FOLDER
+        check_pipeline(folder, family, option=option, transformer=transformer)
         components = dict.fromkeys((*family.media_components, *family.text_components))
         return ModelSource(
             label=str(folder),
             folder=folder,
             parts={name: folder / name for name in components},
-            tensors=read_headers(folder / TRANSFORMER_FOLDER),
-            config=read_json(folder / TRANSFORMER_FOLDER / "config.json"),
+            tensors=read_headers(folder / transformer),
+            config=read_json(folder / transformer / "config.json"),
             scheduler=scheduler_settings(folder, variant.scheduler),
+            transformer_folder=transformer,
         )
     entries = [path] if isinstance(path, str) else list(path)
     return _from_files(entries, family, variant, option)
