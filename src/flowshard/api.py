@@ -21,6 +21,7 @@ def load(
     path: str | Path | Sequence[str],
     *,
     extend: str | None = None,
+    expert: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     seed: int = 0,
@@ -31,6 +32,7 @@ def load(
         variant: for example `wan2.1-t2v-1.3b`.
         path: a diffusers folder, the id of one on the hub, or the publisher's files: `model.path` of a config.
         extend: `FILE.py:FUNCTION` that adds, replaces or removes modules; see `docs/weights.md`.
+        expert: which transformer of a model with two, `high` or `low`.
         dtype: of the weights, but for those that the model keeps in float32.
         device: `auto`, `cpu`, `cuda` or `npu`, or with an index.
         seed: of new weights.
@@ -42,7 +44,7 @@ def load(
         UserError: the files do not fill the model, or the extension fails.
     """
     family, row = find_variant(variant, option="variant")
-    source = find_source(_paths(path), family, row, option="path")
+    source = find_source(_paths(path), family, row, option="path", expert=expert)
     return load_transformer(
         family, source, extend=extend, dtype=dtype, device=resolve_device(device), seed=seed, trainable=True
     )

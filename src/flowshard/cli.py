@@ -154,6 +154,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--variant", metavar="NAME", help="what --model is (default: recognised)")
     generate.add_argument("--lora", type=Path, metavar="FILE", help="LoRA file, checkpoint or run")
     generate.add_argument("--weights", type=Path, metavar="DIR", help="trained transformer, checkpoint or run")
+    generate.add_argument("--lora-high", type=Path, metavar="FILE", help="LoRA of the transformer for high noise")
+    generate.add_argument("--lora-low", type=Path, metavar="FILE", help="LoRA of the transformer for low noise")
+    generate.add_argument(
+        "--input",
+        dest="inputs",
+        action="append",
+        default=[],
+        metavar="COLUMN=FILE",
+        help="what the model gets besides the prompt, for example input_image=first.png; may be repeated",
+    )
     generate.add_argument("--extend", metavar="SPEC", help="model.extend of the run, if it had one")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to show")
     generate.add_argument("--negative-prompt", default="", metavar="TEXT", help="what to avoid (default: empty)")

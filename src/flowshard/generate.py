@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from flowshard.data.media import write_video
+from flowshard.data.media import read_inputs, write_video
 from flowshard.errors import UserError
 from flowshard.families import Family
-from flowshard.families.base import Sampling
+from flowshard.families.base import Sampling, Variant
 from flowshard.parallel.layout import Layout, generation_layout
 from flowshard.weights.files import (
     LORA_FILE,
+    LOW_EXPERT_FOLDER,
     MODULES_FILE,
     TRANSFORMER_FOLDER,
     atomic_file,
@@ -24,7 +26,7 @@ from flowshard.weights.files import (
     read_headers,
     read_json,
 )
-from flowshard.weights.source import ModelSource, find_any_source
+from flowshard.weights.source import ModelSource, find_any_source, find_source
 
 if TYPE_CHECKING:
     from flowshard.parallel.processes import Processes
@@ -69,6 +71,18 @@ class CheckedGeneration:
     layout: Layout
     sampling: Sampling
     """What was asked for, else the variant's own."""
+    inputs: Mapping[str, tuple[Path, ...]]
+    """Files of what the model gets besides the prompt, by column."""
+    low: Expert | None
+    """The transformer for low noise, of a model with two."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One transformer of a model with two."""
+
+    source: ModelSource
+    lora: Path | None
 
 
 def check_generation(options: GenerateOptions) -> CheckedGeneration:
@@ -99,20 +113,52 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
-    lora = weights = None
-    if options.lora is not None:
-        lora = find_trained(options.lora, LORA_FILE, option="--lora")
-        _check_lora(lora, source)
+    if variant.experts is not None and (options.lora is not None or options.weights is not None):
+        raise UserError(
+            f"--lora, --weights: {variant.name} has two transformers; give --lora-high and --lora-low, and trained weights "
+            f"as {TRANSFORMER_FOLDER}/ or {LOW_EXPERT_FOLDER}/ of the folder of --model"
+        )
+    if variant.experts is None and (options.lora_high is not None or options.lora_low is not None):
+        raise UserError(f"--lora-high, --lora-low: {variant.name} has one transformer; give --lora")
+    weights = low = None
+    lora = _find_lora(options.lora, source, "--lora") or _find_lora(options.lora_high, source, "--lora-high")
+    if variant.experts is not None:
+        second = find_source(options.model, family, variant, option="--model", expert="low")
+        low = Expert(second, _find_lora(options.lora_low, second, "--lora-low"))
     if options.weights is not None:
         weights = find_trained(
             options.weights, "config.json", f"{TRANSFORMER_FOLDER}/config.json", option="--weights"
         ).parent
         read_headers(weights)
-    return CheckedGeneration(options, source, family, lora, weights, layout, sampling)
+    inputs = _input_files(options.inputs, family, variant)
+    return CheckedGeneration(options, source, family, lora, weights, layout, sampling, inputs, low)
 
 
-def _check_lora(lora: Path, source: ModelSource) -> None:
-    """Refuse adapters for layers that the model does not have, which the pipeline would skip with a warning at most."""
+def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict[str, tuple[Path, ...]]:
+    """The files of `--input COLUMN=FILE`."""
+    known = {one.column: one for one in family.inputs}
+    files: dict[str, tuple[Path, ...]] = {}
+    for text in given:
+        column, equals, name = text.partition("=")
+        if not equals or column not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"--input {text}: write COLUMN=FILE with an input of {variant.name}; {takes}")
+        if not Path(name).is_file():
+            raise UserError(f"--input {text}: the file does not exist")
+        files[column] = (*files.get(column, ()), Path(name))
+    for column, one in known.items():
+        if one.required and column not in files:
+            raise UserError(f"--input {column}=FILE: {variant.name} needs it")
+        if one.kind != "images" and len(files.get(column, ())) > 1:
+            raise UserError(f"--input {column}: takes one file")
+    return files
+
+
+def _find_lora(path: Path | None, source: ModelSource, option: str) -> Path | None:
+    """The LoRA file; refused if it has adapters for layers that the model lacks, which the pipeline would only skip."""
+    if path is None:
+        return None
+    lora = find_trained(path, LORA_FILE, option=option)
     prefix = f"{TRANSFORMER_FOLDER}."
     for name, info in read_header(lora).items():
         layer, found, _ = name.removeprefix(prefix).partition(".lora_A.")
@@ -121,7 +167,8 @@ def _check_lora(lora: Path, source: ModelSource) -> None:
         weight = source.tensors.get(f"{layer}.weight")
         if weight is None or weight.shape[1] != info.shape[1]:
             problem = "has no layer" if weight is None else "has another width at"
-            raise UserError(f"--lora: {lora} was trained on another model: {source.label} {problem} {layer}")
+            raise UserError(f"{option}: {lora} was trained on another model: {source.label} {problem} {layer}")
+    return lora
 
 
 def generate(checked: CheckedGeneration) -> bool:
@@ -156,22 +203,44 @@ def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
     transformer, _ = load_transformer(
         family, source, extend=options.extend, dtype=dtype, device=device, option="--extend"
     )
-    pipeline = family.make_pipeline(checked.source, transformer.eval(), dtype=dtype)
-    if checked.lora is not None:
-        modules = checked.lora.with_name(MODULES_FILE)
-        if modules.is_file():
-            load_modules(pipeline.transformer, modules)
-        pipeline.load_lora_weights(str(checked.lora.parent), weight_name=checked.lora.name)
+    transformers: list[tuple[Any, Path | None, dict[str, bool]]] = [(transformer.eval(), checked.lora, {})]
+    parts = {}
+    if checked.low is not None:
+        second, _ = load_transformer(
+            family, checked.low.source, extend=options.extend, dtype=dtype, device=device, option="--extend"
+        )
+        parts[LOW_EXPERT_FOLDER] = second.eval()
+        transformers.append((second, checked.low.lora, {f"load_into_{LOW_EXPERT_FOLDER}": True}))
+    pipeline = family.make_pipeline(checked.source, transformer, dtype=dtype, **parts)
+    for model, lora, where in transformers:
+        if lora is not None:
+            modules = lora.with_name(MODULES_FILE)
+            if modules.is_file():
+                load_modules(model, modules)
+            pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name, **where)
     pipeline.to(device)
     if checked.layout.sequence > 1:
-        apply_sequence_plan(pipeline.transformer, family.sequence_plan, SequenceGroup(checked.layout, device))
+        group = SequenceGroup(checked.layout, device)
+        for model, *_ in transformers:
+            apply_sequence_plan(model, family.sequence_plan, group)
+    sampling = checked.sampling
+    inputs = read_inputs(
+        family.inputs,
+        checked.inputs,
+        own=None,
+        height=sampling.height,
+        width=sampling.width,
+        frames=sampling.frames,
+        where="--input",
+    )
     # None without a terminal.
     pipeline.set_progress_bar_config(disable=None if processes.is_main else True)
     frames = family.generate(
         pipeline,
         prompt=options.prompt,
         negative_prompt=options.negative_prompt,
-        **asdict(checked.sampling),
+        **asdict(sampling),
+        inputs=inputs,
         generator=torch.Generator("cpu").manual_seed(options.seed),
     )
     if not processes.is_main:

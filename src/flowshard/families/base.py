@@ -170,14 +170,25 @@ class Family(ABC):
         """The stock pipeline without transformer: the frozen models that turn media and text into its inputs."""
         return self.make_pipeline(source, None, dtype=dtype).to(device)
 
-    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
-        """The stock pipeline with this transformer, or without one; its VAE in float32, as media are encoded."""
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype, **parts: Any) -> Any:
+        """The stock pipeline with this transformer, or without one; its VAE in float32, as media are encoded.
+
+        Args:
+            source: the model's files.
+            transformer: the model, or None.
+            dtype: of the text encoders.
+            parts: further components, such as the second transformer of a model with two.
+        """
         import diffusers
         import torch
 
         types = {"default": dtype, "vae": torch.float32}
         return getattr(diffusers, self.pipeline_class).from_pretrained(
-            source.folder, transformer=transformer, dtype=types, local_files_only=True, **self.own_parts(source)
+            source.folder,
+            transformer=transformer,
+            dtype=types,
+            local_files_only=True,
+            **{**self.own_parts(source), **parts},
         )
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:  # noqa: ARG002

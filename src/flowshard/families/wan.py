@@ -99,9 +99,14 @@ class Wan(Family):
         "tokenizer": wan_files.TOKENIZER,
     }
 
-    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
+    def own_parts(self, source: ModelSource) -> dict[str, Any]:
+        """No second transformer, unless it is given."""
+        del source
+        return {"transformer_2": None}
+
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype, **parts: Any) -> Any:
         if source.folder is not None:
-            return super().make_pipeline(source, transformer, dtype=dtype)
+            return super().make_pipeline(source, transformer, dtype=dtype, **parts)
 
         from diffusers import UniPCMultistepScheduler, WanPipeline
         from transformers import AutoTokenizer

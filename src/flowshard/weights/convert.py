@@ -114,23 +114,25 @@ def _check_output(options: ExportOptions, *, whole: bool) -> None:
 def _family(options: ExportOptions, found: Path) -> tuple[Family, ModelSource | None]:
     """The family, and the base model if it is known."""
     if options.model is not None:
-        family, _, source = find_any_source(options.model, options.variant or _variant_of_run(found), option="--model")
+        variant, expert = _model_of_run(found)
+        family, _, source = find_any_source(options.model, options.variant or variant, option="--model", expert=expert)
         return family, source
-    variant = options.variant or _variant_of_run(found)
+    variant = options.variant or _model_of_run(found)[0]
     if variant is None:
         raise UserError(f"--variant: {found} belongs to no run here; say what it was trained on, or give --model")
     return find_variant(variant, option="--variant")[0], None
 
 
-def _variant_of_run(found: Path) -> str | None:
+def _model_of_run(found: Path) -> tuple[str | None, str | None]:
+    """Variant and expert that the run of a file trained, if it is in a run's folder."""
     import yaml
 
     for folder in found.absolute().parents:
         file = folder / "config.yaml"
         if file.is_file():
             settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-            return str(settings["model"]["variant"])
-    return None
+            return str(settings["model"]["variant"]), settings["model"].get("expert")
+    return None, None
 
 
 def export(checked: CheckedExport) -> list[Path]:

@@ -55,7 +55,9 @@ class ModelSource:
         return Path(self.label) if self.folder is None else self.folder / self.transformer_folder
 
 
-def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Family, Variant, ModelSource]:
+def find_any_source(
+    path: str, variant: str | None, *, option: str, expert: str | None = None
+) -> tuple[Family, Variant, ModelSource]:
     """`find_source`, for a model whose variant may have to be recognised.
 
     Raises:
@@ -63,7 +65,7 @@ def find_any_source(path: str, variant: str | None, *, option: str) -> tuple[Fam
     """
     name = recognise_variant(path, option=option, variant_option="--variant") if variant is None else variant
     family, row = find_variant(name, option="--variant")
-    return family, row, find_source(path, family, row, option=option)
+    return family, row, find_source(path, family, row, option=option, expert=expert)
 
 
 def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
