@@ -79,12 +79,16 @@ class Family(ABC):
     """Names of layers in the publisher's code and in other trainers, to diffusers' names."""
     takes_negative_prompt: ClassVar[bool]
     """Whether the pipeline does classifier-free guidance."""
-    original_weights: ClassVar[str | None] = None
-    """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
-    original_parts: ClassVar[Mapping[str, str]] = {}
-    """Component to pattern of the publisher's file or folder of it."""
+    original_weights: ClassVar[str]
+    """Pattern of the publisher's files of the transformer."""
+    original_parts: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Component to patterns of the publisher's file or folder of it."""
+    landmark: ClassVar[str]
+    """A tensor of the transformer, in diffusers' names, that no other family has."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
+    comfyui_names: ClassVar[Vocabulary | None] = None
+    """Names of the whole transformer in ComfyUI's files; None if they are the publisher's."""
     remembering: ClassVar[tuple[str, ...]] = ()
     """Attributes of the transformer that keep tensors from one call to the next."""
     encoding_version: ClassVar[int]
@@ -160,6 +164,14 @@ class Family(ABC):
         """Components that take the place of those that the folder of a pipeline describes."""
         return {}
 
+    def check_part(self, part: str, place: Path, variant: Variant, *, option: str) -> None:
+        """Refuse an encoder or tokenizer in the publisher's files that is of no use as it is.
+
+        Raises:
+            UserError: the message begins with `option` and names what is missing.
+        """
+
+    @abstractmethod
     def transformer_config(
         self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
     ) -> dict[str, Any]:
@@ -174,7 +186,6 @@ class Family(ABC):
         Raises:
             UserError: config and tensors contradict each other.
         """
-        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
 
     @staticmethod
     def pixels(frames: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -251,14 +262,9 @@ class Family(ABC):
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         """The stock pipeline of the variant, small and with random weights."""
 
+    @abstractmethod
     def write_original(self, pipeline: Any, directory: Path) -> None:
-        """Write a pipeline as the publisher's files.
-
-        Raises:
-            UserError: there is no other format than the diffusers layout.
-        """
-        del pipeline, directory
-        raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
+        """Write a pipeline as the publisher's files."""
 
 
 def as_bytes(pixels: np.ndarray) -> np.ndarray:
