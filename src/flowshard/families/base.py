@@ -164,13 +164,6 @@ class Family(ABC):
         """Components that take the place of those that the folder of a pipeline describes."""
         return {}
 
-    def check_part(self, part: str, place: Path, variant: Variant, *, option: str) -> None:
-        """Refuse an encoder or tokenizer in the publisher's files that is of no use as it is.
-
-        Raises:
-            UserError: the message begins with `option` and names what is missing.
-        """
-
     @abstractmethod
     def transformer_config(
         self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str

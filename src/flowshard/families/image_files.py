@@ -55,7 +55,10 @@ def _vae_names() -> Vocabulary:
             )
         ]
     for level in range(_LEVELS):
-        down, up = f"encoder.down.{level}", f"decoder.up.{_LEVELS - 1 - level}"  # the publisher counts up from the pixels
+        down, up = (
+            f"encoder.down.{level}",
+            f"decoder.up.{_LEVELS - 1 - level}",
+        )  # the publisher counts up from the pixels
         pairs += [
             (f"encoder.down_blocks.{level}.resnets.*", f"{down}.block.*"),
             (f"encoder.down_blocks.{level}.downsamplers.0", f"{down}.downsample"),
@@ -104,9 +107,13 @@ def load_vae(place: Path, vae_class: str, settings: Mapping[str, Any]) -> torch.
         raise UserError(f"{place}: holds {len(files)} .safetensors files of a VAE and no config.json; keep one")
     file = files[0]
     read_header(file)  # for its errors
-    tensors = {VAE_NAMES.from_original(name) or name: value for name, value in load_file(file).items()}
+    tensors = load_file(file)
     try:
-        sizes = _qwen_vae_sizes(tensors) if vae_class == "AutoencoderKLQwenImage" else _vae_sizes(tensors)
+        if vae_class == "AutoencoderKLQwenImage":
+            sizes = _qwen_vae_sizes(tensors)
+        else:
+            tensors = {VAE_NAMES.from_original(name) or name: value for name, value in tensors.items()}
+            sizes = _vae_sizes(tensors)
     except KeyError as error:
         raise UserError(f"{file}: is no {vae_class}, as it lacks {error}") from None
     for name, value in tensors.items():
@@ -138,19 +145,6 @@ def _qwen_vae_sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "base_dim": tensors["encoder.conv_in.weight"].shape[0],
         "z_dim": tensors["post_quant_conv.weight"].shape[0],
     }
-
-
-def check_folder(place: Path, *, option: str, hub_id: str) -> None:
-    """Refuse an encoder's folder from which a file is missing that its weights are of no use without.
-
-    Raises:
-        UserError: naming the file.
-    """
-    needed = [] if (place / "config.json").is_file() else ["config.json"]
-    if len(list(place.glob("*.safetensors"))) > 1 and not list(place.glob("*.safetensors.index.json")):
-        needed.append("the index of its shards (.safetensors.index.json)")
-    if needed:
-        raise UserError(f"{option}: {place} lacks {' and '.join(needed)}; copy it as well, for example from {hub_id}")
 
 
 def load_encoder(place: Path, model_class: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -53,17 +53,20 @@ class ImageFamily(Family):
         if frames != 1:
             raise UserError(f"{where}frames: {frames}, but {self.name} makes pictures; use 1")
 
-    def check_part(self, part: str, place: Path, variant: Variant, *, option: str) -> None:
-        if part in self.encoder_classes:
-            image_files.check_folder(place, option=option, hub_id=variant.hub_id)
-
     def transformer_config(
-        self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
+        self,
+        publishers: Mapping[str, Any] | None,
+        tensors: Mapping[str, TensorInfo],
+        variant: Variant,  # noqa: ARG002 - the tensors say the heads
+        *,
+        where: str,
     ) -> dict[str, Any]:
         try:
             sizes = self.sizes(tensors)
         except (KeyError, ValueError) as error:
-            raise UserError(f"{where}: the files beside it are no {self.name} transformer: {error} is missing") from None
+            raise UserError(
+                f"{where}: the files beside it are no {self.name} transformer: {error} is missing"
+            ) from None
         return image_files.checked_config(
             publishers,
             sizes,

@@ -188,9 +188,7 @@ def _merged(
                 yield name, value if one is None else one.added_to(value)
 
 
-def _renamed(
-    tensors: Mapping[str, torch.Tensor], options: ExportOptions, family: Family
-) -> Mapping[str, torch.Tensor]:
+def _renamed(tensors: dict[str, torch.Tensor], options: ExportOptions, family: Family) -> dict[str, torch.Tensor]:
     """Tensors in the names of the format; what was added to the model has no other.
 
     Raises:

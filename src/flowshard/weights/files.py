@@ -47,12 +47,12 @@ class TensorInfo:
             file: `self.file`, opened with `safe_open`.
             name: its name here.
         """
+        import torch
+
         stored = self.stored or name
         if not self.rows:
             whole: torch.Tensor = file.get_tensor(stored)
             return whole
-        import torch
-
         pieces: list[torch.Tensor] = [file.get_slice(stored)[start:end] for start, end in self.rows]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

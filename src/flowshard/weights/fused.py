@@ -42,7 +42,7 @@ def original_tensors(
     Raises:
         UserError: only some of those are there that the publisher has as one.
     """
-    result = {}
+    result: dict[str, torch.Tensor] = {}
     for original, parts in grouped(tensors, vocabulary).items():
         absent = [part.name for part in parts if part.name not in tensors]
         if absent:
@@ -58,7 +58,7 @@ def stacked(parts: Sequence[Part], tensors: Mapping[str, torch.Tensor]) -> torch
     """The publisher's tensor, from all of diffusers' that it holds."""
     if parts[0].is_whole:
         return tensors[parts[0].name]
-    pieces = {}
+    pieces: dict[int, torch.Tensor] = {}
     for part in parts:
         pieces.update(zip(part.pieces, tensors[part.name].chunk(len(part.pieces)), strict=True))
     return torch.cat([pieces[index] for index in sorted(pieces)])
@@ -79,7 +79,9 @@ def fused_factors(parts: Sequence[Part], factors: Mapping[str, Factors]) -> Fact
 
     own = {part.name: factors[part.name] for part in parts if part.name in factors}
     first = next(iter(own.values()))
-    if len(own) == len(parts) and all(one.alpha == first.alpha and one.first.equal(first.first) for one in own.values()):
+    if len(own) == len(parts) and all(
+        one.alpha == first.alpha and one.first.equal(first.first) for one in own.values()
+    ):
         second = stacked(parts, {name: one.second for name, one in own.items()})
         return Factors(first.first, second, first.alpha)
     rank = sum(one.first.shape[0] for one in own.values())

@@ -117,7 +117,9 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
         result.append(LoraLayer(layer, keys["first"], keys["second"], keys.get("alpha"), first[0], rows))
     twice = [name for name, count in Counter(layer.name for layer in result).items() if count > 1]
     if twice:
-        raise UserError(f"{option}: {path} has two adapters for {twice[0]}, under different names; take one of them out")
+        raise UserError(
+            f"{option}: {path} has two adapters for {twice[0]}, under different names; take one of them out"
+        )
     if not result:
         raise UserError(f"{option}: {path} holds no adapters")
     if layers is not None:

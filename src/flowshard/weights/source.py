@@ -31,6 +31,12 @@ Headers = Callable[[Path], dict[str, TensorInfo]]
 _REPOSITORY_FILES = re.compile(r"(?P<id>[\w.-]+/[\w.-]+):(?P<pattern>.+)")
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
 """Prefixes of single files that hold the transformer as a part of something."""
+_ENCODER_TENSORS = {
+    "text_model.embeddings.token_embedding.weight",  # CLIP
+    "encoder.block.0.layer.0.SelfAttention.q.weight",  # T5
+    "model.embed_tokens.weight",  # Qwen, Mistral
+}
+"""Tensors by which text encoders are known that other programs keep in one file."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,13 @@ def _from_files(
             part, place = found
             parts[part] = place
         elif file.suffix == ".safetensors":
-            for name, info in _translated(headers(file), family).items():
+            header = headers(file)
+            if not _ENCODER_TENSORS.isdisjoint(header):
+                raise UserError(
+                    f"{option}: {file} is a text encoder in one file; {family.name} takes "
+                    f"{' or '.join(family.original_parts['text_encoder'])} of its publisher"
+                )
+            for name, info in _translated(header, family).items():
                 if name in tensors:
                     raise UserError(
                         f"{option}: {tensors[name].file} and {file} both hold the transformer's {name}; give one of them"
@@ -203,7 +215,8 @@ def _from_files(
             if beside is None:
                 raise UserError(f"{option}: {label} lacks the {part} ({' or '.join(patterns)}); add it to the list")
             parts[part] = beside
-        family.check_part(part, parts[part], variant, option=option)
+        if part.startswith("text_encoder") and parts[part].is_dir():
+            _check_encoder(parts[part], variant, option)
     first = next(iter(tensors.values())).file
     publishers = first.parent / "config.json"
     return ModelSource(
@@ -261,6 +274,21 @@ def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, optio
     raise UserError(
         f"{option}: {file} is no transformer of {family.name}, as it lacks {stored}; it has {some(list(tensors))}"
     )
+
+
+def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
+    """Refuse an encoder's folder without a file that its weights are of no use without.
+
+    Raises:
+        UserError: naming the file.
+    """
+    needed = [] if (folder / "config.json").is_file() else ["config.json"]
+    if len(list(folder.glob("*.safetensors"))) > 1 and not list(folder.glob("*.safetensors.index.json")):
+        needed.append("the .safetensors.index.json of its shards")
+    if needed:
+        raise UserError(
+            f"{option}: {folder} lacks {' and '.join(needed)}; copy it as well, from {variant.hub_id} if it was not changed"
+        )
 
 
 def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
