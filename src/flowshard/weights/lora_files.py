@@ -11,14 +11,13 @@ Read are also `lora_down` / `lora_up`, the prefixes of other trainers, and kohya
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowshard.errors import UserError
-from flowshard.weights.files import read_header
+from flowshard.weights.files import TensorInfo, read_header
 from flowshard.weights.names import Part, Rows, Vocabulary
 
 if TYPE_CHECKING:
@@ -87,7 +86,8 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
     """
     header = read_header(path)
     kohya = {one.replace(".", "_"): one for layer in layers or () for one in names.spellings(layer)}
-    keys_of: dict[Part, dict[str, str]] = {}
+    keys_of: dict[str, dict[str, str]] = {}
+    places: dict[str, Part] = {}
     for key in header:
         found = _KEY.match(key)
         if found is None:
@@ -100,32 +100,42 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
             raise UserError(f"{option}: {path} was trained on another model: there is no layer {found['layer']!r} here")
         kind = "alpha" if found["alpha"] else ("first" if found["factor"] in _FIRST else "second")
         for part in parts:
-            keys_of.setdefault(part, {})[kind] = key
-    result = []
-    for part, keys in keys_of.items():
-        layer = part.name
-        if "first" not in keys or "second" not in keys:
-            raise UserError(f"{option}: {path}: the layer {layer} has only one of its two factors")
-        first, second = header[keys["first"]].shape, header[keys["second"]].shape
-        rows = () if part.is_whole or second[0] % part.of else part.rows(second[0])
-        outputs = sum(end - start for start, end in rows) or second[0]
-        expected = (outputs, *first[1:]) if layers is None else layers[layer]
-        if first[0] != second[1] or (math.prod(first[1:]), outputs) != (math.prod(expected[1:]), expected[0]):
-            raise UserError(
-                f"{option}: {path}: factors of shape {first} and {second} do not fit {layer}, whose weight is {expected}"
-            )
-        result.append(LoraLayer(layer, keys["first"], keys["second"], keys.get("alpha"), first[0], rows))
-    twice = [name for name, count in Counter(layer.name for layer in result).items() if count > 1]
-    if twice:
-        raise UserError(
-            f"{option}: {path} has two adapters for {twice[0]}, under different names; take one of them out"
-        )
+            keys = keys_of.setdefault(part.name, {})
+            if kind in keys or places.setdefault(part.name, part) != part:
+                raise UserError(
+                    f"{option}: {path} has two adapters for {part.name}, one as {key}; take one of them out"
+                )
+            keys[kind] = key
+    where = f"{option}: {path}"
+    shapes = layers or {}
+    result = [_layer(places[name], keys, header, shapes.get(name), where) for name, keys in keys_of.items()]
     if not result:
         raise UserError(f"{option}: {path} holds no adapters")
     if layers is not None:
         order = {layer: place for place, layer in enumerate(layers)}
         result.sort(key=lambda one: order[one.name])
     return LoraFile(path, tuple(result))
+
+
+def _layer(
+    part: Part, keys: Mapping[str, str], header: Mapping[str, TensorInfo], weight: tuple[int, ...] | None, where: str
+) -> LoraLayer:
+    """One layer from the keys of its tensors; `weight` is the shape of its weight if that is known.
+
+    Raises:
+        UserError: a factor is missing, or they do not fit the weight.
+    """
+    if "first" not in keys or "second" not in keys:
+        raise UserError(f"{where}: the layer {part.name} has only one of its two factors")
+    first, second = header[keys["first"]].shape, header[keys["second"]].shape
+    divided = second[0] % part.of == 0
+    rows = part.rows(second[0]) if divided and not part.is_whole else ()
+    outputs = sum(end - start for start, end in rows) or second[0]
+    fits = weight is None or (math.prod(first[1:]), outputs) == (math.prod(weight[1:]), weight[0])
+    if first[0] != second[1] or not divided or not fits:
+        known = "" if weight is None else f", whose weight is {weight}"
+        raise UserError(f"{where}: factors of shape {first} and {second} do not fit {part.name}{known}")
+    return LoraLayer(part.name, keys["first"], keys["second"], keys.get("alpha"), first[0], rows)
 
 
 def _resolve(
@@ -143,7 +153,9 @@ def _resolve(
         if not name.startswith(prefix):
             continue
         bare = name.removeprefix(prefix)
-        for parts in ((Part(bare),), names.parts(bare)):
+        ours, theirs = (Part(bare),), names.parts(bare)
+        # Where the model is not known, `known` goes by how names begin, and the publisher's are the exact ones.
+        for parts in (theirs, ours) if layers is None else (ours, theirs):
             if parts and all(known(part.name) for part in parts):
                 return parts
     if layers is None and name.startswith(_DIFFUSERS):  # diffusers' own names need no vocabulary
