@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
 from safetensors.torch import load_file, save_file
 
 from flowshard.cli import main
 from flowshard.errors import UserError
 from flowshard.families import find_variant
+from flowshard.families.tiny import write_tiny_pipeline
 from flowshard.weights.files import read_headers
 from flowshard.weights.lora_files import adapted_layers, load_factors, read_lora
 from tests import runs
@@ -205,6 +206,23 @@ def test_training_and_generation_start_from_fused_files(tiny_models: TinyModels,
     pipeline.fuse_lora()
     after = {name.replace(".base_layer.", "."): value for name, value in pipeline.transformer.state_dict().items()}
     _close({name: after[f"{name}.weight"] - before[f"{name}.weight"] for name in changes}, changes)
+
+
+def test_a_lora_is_merged_into_the_publishers_files(tiny_models: TinyModels, tmp_path: Path) -> None:
+    base, file = tmp_path / "base", tmp_path / "lora.safetensors"
+    write_tiny_pipeline("flux.1-dev", base, seed=0, form="original")
+    changes = _fused_file(file, "kohya", 1.0)
+    expected = load_file(next((tiny_models("flux.1-dev") / "transformer").glob("*.safetensors")))
+    for name, change in changes.items():
+        expected[f"{name}.weight"] = expected[f"{name}.weight"] + change
+    fixed = ["export", str(file), "--merge", "--model", str(base)]
+    assert main([*fixed, "--format", "diffusers", "--output", str(tmp_path / "merged")]) == 0
+    _close(FluxTransformer2DModel.from_pretrained(tmp_path / "merged").state_dict(), expected)
+    assert main([*fixed, "--format", "original", "--output", str(tmp_path / "merged.safetensors")]) == 0
+    stored = load_file(tmp_path / "merged.safetensors")
+    query, key, value = (expected[f"{DOUBLE}.attn.{name}.weight"] for name in ("to_q", "to_k", "to_v"))
+    torch.testing.assert_close(stored["double_blocks.0.img_attn.qkv.weight"], torch.cat([query, key, value]))
+    assert len(stored) < len(expected)
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,16 @@ def test_a_vae_needs_no_config(originals: TinyModels, tiny_models: TinyModels, t
         )
 
 
+def test_transformers_in_diffusers_names_are_read_from_a_list(tiny_models: TinyModels) -> None:
+    """As DiffSynth-Studio has FLUX.2."""
+    for variant in ("flux.1-dev", "flux.2-dev"):
+        folder = tiny_models(variant)
+        path = [str(folder / f"{part}/*.safetensors") for part in ("transformer", "text_encoder*", "vae")]
+        assert sources.recognise_variant(path, option="", variant_option="") == variant
+        expected = load_file(next((folder / "transformer").glob("*.safetensors")))
+        _assert_same(_read(_source(variant, *path)), expected)
+
+
 def test_parts_of_a_fused_tensor_alone_are_not_exported(
     tiny_models: TinyModels, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,11 +294,11 @@ def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
 def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
     """The encoder or tokenizer that a file or folder of the publisher is, and where that is."""
     for part, patterns in family.original_parts.items():
-        for pattern in patterns:
-            if file.match(pattern) or file.match(Path(pattern).name):
-                return part, file
-            if not file.is_dir() and file.parent.match(pattern):  # weights in the folder of an encoder
-                return part, file.parent
+        if any(file.match(pattern) or file.match(Path(pattern).name) for pattern in patterns):
+            return part, file
+        if not file.is_dir() and any(file.parent.match(pattern) for pattern in patterns):  # weights in a part's folder
+            alone = part == "vae" and not (file.parent / "config.json").is_file()
+            return part, file if alone else file.parent
     return None
 
 
