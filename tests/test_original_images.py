@@ -141,18 +141,30 @@ def test_flux_is_read_and_written_as_diffusers_converts_it(originals: TinyModels
     _assert_same(original_tensors(found, names, option=""), tensors)
 
 
-def test_flux2_is_written_as_diffusers_converts_it(tiny_models: TinyModels, originals: TinyModels) -> None:
-    stored = load_file(originals("flux.2-dev") / "flux2-dev.safetensors")
+def _random_pipeline(variant: str, folder: Path) -> Any:
+    """A tiny pipeline in the publisher's files, whose norms too have values by which they are known."""
+    family, row = find_variant(variant, option="")
+    pipeline = family.tiny_pipeline(row, seed=0)
+    with torch.no_grad():
+        for model in (pipeline.transformer, pipeline.vae):
+            for value in model.state_dict().values():
+                value.copy_(torch.rand(value.shape))
+    family.write_original(pipeline, folder)
+    return pipeline
+
+
+def test_flux2_is_written_as_diffusers_converts_it(tmp_path: Path) -> None:
+    pipeline = _random_pipeline("flux.2-dev", tmp_path)
+    stored = load_file(tmp_path / "flux2-dev.safetensors")
     assert {"double_blocks.0.img_attn.qkv.weight", "single_stream_modulation.lin.weight"} <= stored.keys()
-    expected = load_file(next((tiny_models("flux.2-dev") / "transformer").glob("*.safetensors")))
-    _assert_same(convert_flux2_transformer_checkpoint_to_diffusers(stored), expected)
+    _assert_same(convert_flux2_transformer_checkpoint_to_diffusers(stored), pipeline.transformer.state_dict())
+    _assert_same(_read(_source("flux.2-dev", tmp_path)), pipeline.transformer.state_dict())
 
 
 @pytest.mark.parametrize("variant", ["flux.1-dev", "flux.2-dev"])
-def test_the_vae_is_written_as_diffusers_converts_it(
-    tiny_models: TinyModels, originals: TinyModels, variant: str
-) -> None:
-    stored = load_file(originals(variant) / "ae.safetensors")
+def test_the_vae_is_written_and_read_as_diffusers_converts_it(tmp_path: Path, variant: str) -> None:
+    expected = _random_pipeline(variant, tmp_path).vae
+    stored = load_file(tmp_path / "ae.safetensors")
     assert stored["encoder.mid.attn_1.q.weight"].ndim == 4
     # FLUX.2 has these inside, which scripts/convert_flux2_to_diffusers.py renames, and a batch norm.
     for half, name in (("encoder", "quant_conv"), ("decoder", "post_quant_conv")):
@@ -160,36 +172,39 @@ def test_the_vae_is_written_as_diffusers_converts_it(
             if f"{half}.{name}.{kind}" in stored:
                 stored[f"{name}.{kind}"] = stored.pop(f"{half}.{name}.{kind}")
     norm = {name: value for name, value in stored.items() if name.startswith("bn.")}
-    expected = load_file(next((tiny_models(variant) / "vae").glob("*.safetensors")))
-    config = json.loads((tiny_models(variant) / "vae" / "config.json").read_text())
-    found = convert_ldm_vae_checkpoint(stored, config) | norm
-    _assert_same({name: value.view_as(expected[name]) for name, value in found.items()}, expected)
+    state = expected.state_dict()
+    found = convert_ldm_vae_checkpoint(stored, expected.config) | norm
+    _assert_same({name: value.view_as(state[name]) for name, value in found.items()}, state)
+    read, _ = flowshard.load_pipeline(variant, tmp_path)
+    _assert_same(read.vae.state_dict(), state)
+
+
+def test_z_image_is_written_for_comfyui_and_read_as_diffusers_converts_it(tmp_path: Path) -> None:
+    transformer = _random_pipeline("z-image-turbo", tmp_path).transformer
+    output = tmp_path / "z_image.safetensors"
+    source = ["export", str(tmp_path), "--variant", "z-image-turbo"]
+    assert main([*source, "--format", "comfyui", "--output", str(output)]) == 0
+    stored = load_file(output)
+    names = ("layers.0.attention.qkv.weight", "x_embedder.bias", "noise_refiner.1.attention.k_norm.weight")
+    assert {f"model.diffusion_model.{name}" for name in names} <= stored.keys()
+    save_file(stored | {"model.diffusion_model.norm_final.weight": torch.ones(1)}, output)
+    shutil.copy(tmp_path / "transformer" / "config.json", tmp_path)
+    _assert_same(_read(_source("z-image-turbo", output)), transformer.state_dict())
+    _assert_same(convert_z_image_transformer_checkpoint_to_diffusers(stored), transformer.state_dict())
 
 
 @pytest.mark.parametrize("form", ["original", "comfyui"])
-@pytest.mark.parametrize("variant", IMAGES)
+@pytest.mark.parametrize("variant", ["flux.1-dev", "flux.2-dev", "qwen-image"])
 def test_whole_weights_are_exported(
     tiny_models: TinyModels, originals: TinyModels, tmp_path: Path, variant: str, form: str
 ) -> None:
-    """To the bit what the publisher's files have; ComfyUI's of Z-Image as diffusers converts them, and read again."""
+    """To the bit what the publisher's files have."""
     output = tmp_path / "whole.safetensors"
     arguments = ["export", str(tiny_models(variant)), "--variant", variant, "--format", form, "--output", str(output)]
     assert main(arguments) == 0
-    found = load_file(output)
-    if form == "comfyui":
-        assert all(name.startswith("model.diffusion_model.") for name in found)
-        found = {name.removeprefix("model.diffusion_model."): value for name, value in found.items()}
-    family = find_variant(variant, option="")[0]
-    expected = load_file(next(originals(variant).glob(family.original_weights)))
-    if form == "comfyui" and variant == "z-image-turbo":
-        assert {"layers.0.attention.qkv.weight", "x_embedder.bias", "layers.1.attention.k_norm.weight"} <= found.keys()
-        found = convert_z_image_transformer_checkpoint_to_diffusers(found)
-        stored = load_file(output) | {"model.diffusion_model.norm_final.weight": torch.ones(1)}
-        save_file(stored, output)
-        parts = [originals(variant) / name for name in ("text_encoder", "vae")]
-        (tmp_path / "config.json").write_text((originals(variant) / "transformer" / "config.json").read_text())
-        _assert_same(_read(_source(variant, output, *parts)), expected)
-    _assert_same(found, expected)
+    prefix = "model.diffusion_model." if form == "comfyui" else ""
+    expected = load_file(next(originals(variant).glob(find_variant(variant, option="")[0].original_weights)))
+    _assert_same(load_file(output), {prefix + name: value for name, value in expected.items()})
 
 
 @pytest.mark.parametrize("variant", IMAGES)
