@@ -56,6 +56,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return write
 
 
+def _weights(variant: str, folder: Path) -> Path:
+    return next(folder.glob(str(find_variant(variant, option="")[0].original_weights)))
+
+
 def _copy(folder: Path, tmp_path: Path) -> Path:
     """A private copy of a few megabytes."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
@@ -203,7 +207,7 @@ def test_whole_weights_are_exported(
     arguments = ["export", str(tiny_models(variant)), "--variant", variant, "--format", form, "--output", str(output)]
     assert main(arguments) == 0
     prefix = "model.diffusion_model." if form == "comfyui" else ""
-    expected = load_file(next(originals(variant).glob(find_variant(variant, option="")[0].original_weights)))
+    expected = load_file(_weights(variant, originals(variant)))
     _assert_same(load_file(output), {prefix + name: value for name, value in expected.items()})
 
 
@@ -277,7 +281,7 @@ def test_files_are_recognised_by_few_headers(
     monkeypatch.setattr(sources, "read_header", read)
     path = str(folder) if form == "folder" else [str(folder / entry) for entry in LISTS[variant]]
     assert sources.recognise_variant(path, option="model.path", variant_option="model.variant") == variant
-    assert opened == [next(folder.glob(find_variant(variant, option="")[0].original_weights))]
+    assert opened == [_weights(variant, folder)]
 
 
 def test_landmarks_are_of_one_family_each(tiny_models: TinyModels) -> None:
@@ -310,8 +314,7 @@ def _cut(folder: Path) -> None:
     save_file(tensors, folder / "flux1-dev.safetensors")
 
 
-WHOLE = ("",)
-BESIDE = ("flux1-dev.safetensors", "more.safetensors")
+WHOLE, BESIDE = ("",), ("flux1-dev.safetensors", "more.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -394,4 +397,3 @@ def test_parts_of_a_fused_tensor_alone_are_not_exported(
     runs.run(config)
     assert main(["export", config.output, "--format", "comfyui", "--output", str(tmp_path / "x.safetensors")]) == 2
     assert "attn.to_k.bias, transformer_blocks.0.attn.to_v.bias is not there" in capsys.readouterr().err
-    assert check_inputs(config).family.name == "flux"

@@ -69,3 +69,17 @@ def test_an_output_that_is_no_number_differs(tmp_path: Path, output: list[float]
         for kind, tensors in ((OUTPUTS, {"000000/up/1/0": torch.tensor(values)}), (OUTPUT_GRADIENTS, {})):
             save_file(tensors, tmp_path / name / f"{kind}-0.safetensors")
     assert found in first_module(tmp_path / "one", tmp_path / "two", 1e-5)
+
+
+@pytest.mark.parametrize(("shift", "found"), [(0.0, "no module's output"), (1.0, "differs is up")])
+def test_tokens_of_text_and_image_are_put_in_order(tmp_path: Path, shift: float, found: str) -> None:
+    """Five tokens of text and eight of image on three processes; each has its text before its image."""
+    whole = torch.randn(1, 13, 4)
+    text, image = whole[:, :5].tensor_split(3, dim=1), whole[:, 5:].tensor_split(3, dim=1)
+    parts = [torch.cat(pair, dim=1) for pair in zip(text, image, strict=True)]
+    parts[2][0, 1] += shift
+    for name, tensors in (("one", [whole]), ("two", parts)):
+        (tmp_path / name).mkdir()
+        for rank, tensor in enumerate(tensors):
+            save_file({"000000/up/1/0": tensor}, tmp_path / name / f"{OUTPUTS}-{rank}.safetensors")
+    assert found in first_module(tmp_path / "one", tmp_path / "two", 1e-5)

@@ -1,5 +1,6 @@
 """Sequence parallelism: operators, plans, layouts, training and sampling, each against one process."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -9,13 +10,15 @@ import torch
 
 from flowshard.config_file import dump_config
 from flowshard.errors import RunError, UserError
+from flowshard.families import find_variant
 from flowshard.parallel.layout import generation_layout, resolve_layout
 from flowshard.parity.command import parity
 from flowshard.train.inputs import check_inputs
 from tests import runs
 from tests.launch import torchrun
+from tests.test_families import BASES
 from tests.test_layouts_agree import METHODS, POLICIES, STRATEGIES, options
-from tests.workers.wan_sequence import CASES
+from tests.workers.family_sequence import OWN_TIMESTEPS, PROMPTS, SHAPES
 
 ODD = ["data.height=48", "data.width=48", "data.frames=5"]
 """18 tokens on two processes, and with `data.frames=1` 9; 15 come from 80x48."""
@@ -33,11 +36,20 @@ def test_distributed_attention_equals_torch(world: int) -> None:
     assert done.stdout.splitlines() == [line for line in _splits(world) if not line.startswith("ulysses 8")]
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_divided_transformer_equals_the_stock_one(tiny: Path, world: int) -> None:
-    done = torchrun(world, ["tests.workers.wan_sequence", str(tiny / "transformer")])
+@pytest.mark.parametrize("world", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8))])
+def test_the_divided_transformer_equals_the_stock_one(tiny_models: Callable[[str], Path], world: int) -> None:
+    """Of every family, by heads and round the ring, with prompts of different length."""
+    models = [f"{variant}={tiny_models(variant) / 'transformer'}" for variant in BASES]
+    done = torchrun(world, ["tests.workers.family_sequence", *models])
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"{split}: {case}" for split in _splits(world) for case in CASES]
+    expected = []
+    for variant in BASES:
+        family, row = find_variant(variant, option="VARIANT")
+        splits = [split for split in _splits(world) if row.heads % int(split.split()[1]) == 0]
+        own = [f"{shape}, {prompts}" for shape in SHAPES[family.name] for prompts in PROMPTS]
+        own += [OWN_TIMESTEPS] if family.name == "wan" else []
+        expected += [f"{variant}, {split}: {case}" for split in splits for case in own]
+    assert done.stdout.splitlines() == expected
 
 
 def test_private_kernels_take_what_they_took() -> None:

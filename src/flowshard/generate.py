@@ -90,7 +90,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--steps and --fps are at least 1, not {sampling.steps} and {options.fps}")
     if options.extend is not None:
         check_spec(options.extend, option="--extend")
-    layout = generation_layout(options.sequence, source.config[family.heads_setting])
+    layout = generation_layout(options.sequence, source.config.get(family.heads_setting, variant.heads))
     tokens = family.token_count(sampling.height, sampling.width, sampling.frames)
     if tokens < options.sequence:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")

@@ -78,13 +78,13 @@ class Family(ABC):
     lora_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names of layers in the publisher's code and in other trainers, to diffusers' names."""
     takes_negative_prompt: ClassVar[bool]
-    """Whether the pipeline does classifier-free guidance."""
-    original_weights: ClassVar[str]
-    """Pattern of the publisher's files of the transformer."""
-    original_parts: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Whether the pipeline can do classifier-free guidance."""
+    original_weights: ClassVar[str | None] = None
+    """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
+    original_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Component to patterns of the publisher's file or folder of it."""
-    landmark: ClassVar[str]
-    """A tensor of the transformer, in diffusers' names, that no other family has."""
+    landmark: ClassVar[str | None] = None
+    """A tensor of the transformer, in diffusers' names, that no other family has; needed with `original_weights`."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
     comfyui_names: ClassVar[Vocabulary | None] = None
@@ -157,14 +157,13 @@ class Family(ABC):
 
         types = {"default": dtype, "vae": torch.float32}
         return getattr(diffusers, self.pipeline_class).from_pretrained(
-            source.folder, transformer=transformer, torch_dtype=types, local_files_only=True, **self.own_parts(source)
+            source.folder, transformer=transformer, dtype=types, local_files_only=True, **self.own_parts(source)
         )
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:  # noqa: ARG002
         """Components that take the place of those that the folder of a pipeline describes."""
         return {}
 
-    @abstractmethod
     def transformer_config(
         self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
     ) -> dict[str, Any]:
@@ -179,6 +178,7 @@ class Family(ABC):
         Raises:
             UserError: config and tensors contradict each other.
         """
+        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
 
     @staticmethod
     def pixels(frames: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -201,7 +201,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
-        """Encode one prompt to CPU tensors without padding."""
+        """Encode one prompt to CPU tensors, without padding unless the model attends to a fixed length of it."""
 
     @abstractmethod
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
@@ -255,9 +255,14 @@ class Family(ABC):
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         """The stock pipeline of the variant, small and with random weights."""
 
-    @abstractmethod
     def write_original(self, pipeline: Any, directory: Path) -> None:
-        """Write a pipeline as the publisher's files."""
+        """Write a pipeline as the publisher's files.
+
+        Raises:
+            UserError: there is no other format than the diffusers layout.
+        """
+        del pipeline, directory
+        raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
 
 
 def as_bytes(pixels: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
 from flowshard.families.image_files import VAE_FILE, parts
-from flowshard.families.images import FLUX_VAE
+from flowshard.families.images import FLUX_VAE, prompt_length
 from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
@@ -117,7 +117,7 @@ class Flux(JointFamily):
 
         with torch.no_grad():
             embeddings, pooled, _ = encoders.encode_prompt(
-                prompt, device=encoders.device, max_sequence_length=text_tokens(encoders.tokenizer_2)
+                prompt, device=encoders.device, max_sequence_length=prompt_length(encoders.tokenizer_2, TEXT_TOKENS)
             )
         return {"prompt_embeds": embeddings[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
@@ -153,7 +153,7 @@ class Flux(JointFamily):
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         pipeline.vae.to(pipeline.text_encoder_2.dtype)  # the pipeline does not convert what it decodes
-        length = text_tokens(pipeline.tokenizer_2)
+        length = prompt_length(pipeline.tokenizer_2, TEXT_TOKENS)
         return self.sample(pipeline, arguments, guidance_scale=arguments["guidance"], max_sequence_length=length)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
@@ -186,11 +186,6 @@ class Flux(JointFamily):
             tokenizer_2=tokenizer_2,
             transformer=transformer.eval(),
         )
-
-
-def text_tokens(tokenizer: Any) -> int:
-    """Length to which prompts are padded: the publisher's, or what the tokenizer can do."""
-    return min(TEXT_TOKENS, tokenizer.model_max_length)
 
 
 def rotate_tokens(states: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

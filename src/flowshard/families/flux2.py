@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Sampling, Variant
-from flowshard.families.flux import plan_of_two_streams, rotate_tokens, text_tokens
+from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tokens
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
+from flowshard.families.images import prompt_length
 from flowshard.families.joint import JointFamily, to_grid, to_sequence
 from flowshard.families.sequence import SequencePlan, Tokens
 
@@ -87,6 +88,10 @@ class Flux2(JointFamily):
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         return flux2_sizes(tensors)
 
+    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
+        # The config of FLUX.2-dev is older than this entry, whose default is true.
+        return bool(config.get("guidance_embeds", True))
+
     def dynamic_shift(self, scheduler: Mapping[str, Any], tokens: int) -> float:
         """mu as the publisher's sampler has it: a line for 10 steps and one for 200, and between them for others.
 
@@ -121,7 +126,7 @@ class Flux2(JointFamily):
 
         with torch.no_grad():
             embeddings, _ = encoders.encode_prompt(
-                prompt, device=encoders.device, max_sequence_length=text_tokens(encoders.tokenizer)
+                prompt, device=encoders.device, max_sequence_length=prompt_length(encoders.tokenizer, TEXT_TOKENS)
             )
         return {"prompt_embeds": embeddings[0].cpu()}
 
@@ -161,7 +166,7 @@ class Flux2(JointFamily):
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         pipeline.vae.to(pipeline.text_encoder.dtype)  # the pipeline does not convert what it decodes
-        length = text_tokens(pipeline.tokenizer)
+        length = prompt_length(pipeline.tokenizer, TEXT_TOKENS)
         return self.sample(pipeline, arguments, guidance_scale=arguments["guidance"], max_sequence_length=length)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,13 +39,13 @@ class ImageFamily(Family):
     published_settings: ClassVar[Mapping[str, Any]]
     """What a transformer's weights do not say of its config, in the published models."""
 
-    @abstractmethod
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-        """What the tensors of a transformer say of its config, in diffusers' terms.
+        """What the tensors of a transformer say of its config, in diffusers' terms; needed with `original_weights`.
 
         Raises:
             KeyError: one is missing.
         """
+        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         super().check_size(height, width, frames, where=where)
@@ -93,6 +92,8 @@ class ImageFamily(Family):
         return getattr(diffusers, self.pipeline_class)(scheduler=scheduler, transformer=transformer, **parts)
 
     def write_original(self, pipeline: Any, directory: Path) -> None:
+        if self.original_weights is None:
+            super().write_original(pipeline, directory)
         vae_file = self.original_parts["vae"][0] == image_files.VAE_FILE
         folders = [name for name in self.original_parts if name != "vae" or not vae_file]
         image_files.write(
@@ -122,5 +123,10 @@ class ImageFamily(Family):
 
         with torch.no_grad():
             latents = vae.encode(self.pixels(frames, vae.device)[:, :, 0]).latent_dist.mode()
-        scaled: torch.Tensor = (latents.float() - vae.config.shift_factor) * vae.config.scaling_factor
+        scaled: torch.Tensor = (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
         return scaled
+
+
+def prompt_length(tokenizer: Any, published: int) -> int:
+    """Length to which prompts are padded: the publisher's, or less if the tokenizer has a limit."""
+    return min(published, tokenizer.model_max_length)

@@ -5,12 +5,15 @@ The models call `gradient_checkpointing_func(block, *inputs)` for every block (d
 moved or dropped, never parameters.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from flowshard.config import ActivationPolicy, MemoryConfig
 from flowshard.errors import UserError
@@ -80,14 +83,39 @@ def apply_activation_policies(
 
 
 def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
-        _attention_first
-    )
-    return contexts
+    """The contexts of a block's forward pass and of its recomputation.
+
+    torch has such contexts too, but they take account of every operator. An engine that gathers parameters runs some in
+    the recomputation that it did not run before, which they refuse.
+    """
+    results: deque[Any] = deque()
+    return _KeepAttention(results), _ReuseAttention(results)
 
 
-def _attention_first(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+class _KeepAttention(TorchDispatchMode):
+    """Keeps what attention operators return, in order."""
+
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_attention(func):
+            # Without the history that autograd is about to give to the result.
+            self._results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+        return result
+
+
+class _ReuseAttention(TorchDispatchMode):
+    """Returns what was kept in place of running attention again, and lets go of it."""
+
+    def __init__(self, results: deque[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._results.popleft() if is_attention(func) else func(*args, **(kwargs or {}))
 
 
 def is_attention(operator: Any) -> bool:

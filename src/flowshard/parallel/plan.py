@@ -11,6 +11,12 @@ from flowshard.parallel.operators import gather_tokens, sequence_attention
 from flowshard.parallel.sequence import SequenceGroup
 
 
+def part_sizes(length: int, degree: int) -> list[int]:
+    """Tokens of each of `degree` processes: they differ by one at most, the first ones have more."""
+    each, more = divmod(length, degree)
+    return [each + (rank < more) for rank in range(degree)]
+
+
 class GroupTokens:
     """The tokens of the streams of a model over a group; see `families.sequence.Tokens`.
 
@@ -22,9 +28,8 @@ class GroupTokens:
         self._lengths: dict[str, int] = {}
 
     def sizes(self, stream: str) -> list[int]:
-        """Tokens of each process: they differ by one at most, the first ones have more."""
-        each, more = divmod(self._lengths[stream], self._group.degree)
-        return [each + (rank < more) for rank in range(self._group.degree)]
+        """Tokens of each process; see `part_sizes`."""
+        return part_sizes(self._lengths[stream], self._group.degree)
 
     def split(self, whole: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
         """This process's part. A copy, which does not keep the whole alive."""

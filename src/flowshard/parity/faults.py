@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowshard.errors import UserError
 
@@ -44,12 +44,17 @@ class Fault:
         except AttributeError:
             raise UserError(f"--fault: the model has no module {self.module!r}") from None
 
-        def hook(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+        def disturbed(tensor: torch.Tensor) -> torch.Tensor:
             if self.kind == "output":
-                return output * (1 + _SIZE)
-            if output.requires_grad:
-                output.register_hook(lambda gradient: gradient * (1 + _SIZE))
-            return output
+                return tensor * (1 + _SIZE)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gradient * (1 + _SIZE))
+            return tensor
+
+        def hook(_: torch.nn.Module, __: object, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return disturbed(output[0]), *output[1:]
+            return disturbed(output)
 
         module.register_forward_hook(hook)
 

@@ -108,7 +108,8 @@ def _shortened(inputs: RunInputs) -> dict[str, int]:
     layers = inputs.config.model.layers
     if layers is None:
         return {}
-    return {key: min(layers, inputs.source.config[key]) for key in inputs.family.block_lists.values()}
+    keys = inputs.family.block_lists.values()
+    return {key: min(layers, inputs.source.config.get(key, layers)) for key in keys}
 
 
 def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:

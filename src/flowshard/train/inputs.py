@@ -83,7 +83,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     source = find_source(config.model.path, family, variant, option="model.path")
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, config.model.layers)
-    _check_sequence(config, layout, family, metadata, source)
+    _check_sequence(config, layout, family, variant, metadata, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
         _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
@@ -164,11 +164,13 @@ def _check_batches(config: Config, metadata: Metadata) -> None:
         )
 
 
-def _check_sequence(config: Config, layout: Layout, family: Family, metadata: Metadata, source: ModelSource) -> None:
+def _check_sequence(
+    config: Config, layout: Layout, family: Family, variant: Variant, metadata: Metadata, source: ModelSource
+) -> None:
     """Refuse to share a sample among more processes than it has tokens, or heads that cannot be shared."""
     if layout.sequence == 1:
         return
-    check_heads(layout, source.config[family.heads_setting])
+    check_heads(layout, source.config.get(family.heads_setting, variant.heads))
     data = config.data
     pictures = any(is_image(row.media) for row in metadata.rows)
     tokens = family.token_count(data.height, data.width, 1 if pictures else data.frames)

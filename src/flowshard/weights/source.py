@@ -102,7 +102,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
             for variant in recognised.variants.values():
                 source = _from_files(places, _label(path), recognised, variant, headers, option)
                 candidates.append((recognised, variant, source.config))
-    found = [one.name for family, one, config in candidates if config.get(family.heads_setting) == one.heads]
+    found = [one.name for family, one, config in candidates if config.get(family.heads_setting, one.heads) == one.heads]
     if len(found) == 1:
         return found[0]
     possible = found or [one.name for _, one, _ in candidates]
@@ -112,7 +112,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
 
 def _recognise_family(places: list[Path], headers: Headers, option: str) -> Family | None:
     """The family of the publisher's files, by the names of tensors in the first file that says it."""
-    for family in all_families():
+    for family in (one for one in all_families() if one.original_weights is not None):
         try:
             files = [file for place in places for file in _opened(place, family, option)]
         except UserError:  # a folder of another family
@@ -179,6 +179,12 @@ def _all_of(path: str | Sequence[str], option: str) -> list[Path]:
 def _from_files(
     places: list[Path], label: str, family: Family, variant: Variant, headers: Headers, option: str
 ) -> ModelSource:
+    if family.original_weights is None:
+        raise UserError(
+            f"{option}: {label}: {family.name} is read in the diffusers layout only; give a folder with a "
+            f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
+        )
+    assert family.landmark is not None  # noqa: S101
     files = [file for place in places for file in _opened(place, family, option)]
     parts: dict[str, Path] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -208,7 +214,7 @@ def _from_files(
     if not tensors:
         raise UserError(f"{option}: {label} holds no weights of the transformer ({family.original_weights})")
     if family.landmark not in tensors:
-        _refuse_other_model(tensors, family, option)
+        _refuse_other_model(tensors, family, family.landmark, option)
     for part, patterns in family.original_parts.items():
         if part not in parts:
             beside = _beside(patterns, [*parts.values(), *(info.file for info in tensors.values())])
@@ -255,14 +261,14 @@ def _translated(header: Mapping[str, TensorInfo], family: Family) -> dict[str, T
     return tensors
 
 
-def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, option: str) -> None:
+def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, landmark: str, option: str) -> None:
     """Say what weights without the family's landmark are.
 
     Raises:
         UserError: always.
     """
     file = next(iter(tensors.values())).file
-    for other in all_families():
+    for other in all_families():  # one without a landmark is not recognised
         if _has_landmark((info.stored or name for name, info in tensors.items()), other):
             raise UserError(
                 f"{option}: {file} holds a transformer of {other.name}, and the variant is one of {family.name}; give "
@@ -270,7 +276,7 @@ def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, optio
             )
     if any(".lora_" in name for name in tensors):
         raise UserError(f"{option}: {file} is a LoRA, not weights; give it as lora.init_from or lora.preset")
-    stored = family.names.to_original(family.landmark)
+    stored = family.names.to_original(landmark)
     raise UserError(
         f"{option}: {file} is no transformer of {family.name}, as it lacks {stored}; it has {some(list(tensors))}"
     )
@@ -341,6 +347,7 @@ def _opened(place: Path, family: Family, option: str) -> list[Path]:
     """The transformer's files in a folder of a model; anything else is itself."""
     if not place.is_dir() or _part_of(place, family) is not None:
         return [place]
+    assert family.original_weights is not None  # noqa: S101
     folder, _, own = family.original_weights.rpartition("/")
     found = sorted(place.glob(own if place.name == folder else family.original_weights))
     if not found:

@@ -1,0 +1,91 @@
+"""One run, any layout, one loss curve, for every family: several processes against one, through `flowshard parity`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowshard.parity.command import ParityOptions, parity
+from tests.test_families import BASES, IMAGES
+from tests.test_layouts_agree import METHODS, POLICIES, STRATEGIES, options
+
+TinyModels = Callable[[str], Path]
+PICTURE = ["data.frames=1", "data.height=64", "data.width=48"]
+"""12 tokens of image."""
+TARGETS = "lora.targets=null"
+
+
+def _options(
+    tiny_models: TinyModels, variant: str, layouts: list[str], *overrides: str, **changes: object
+) -> ParityOptions:
+    return options(tiny_models(variant), layouts, f"model.variant={variant}", *PICTURE, *overrides, **changes)
+
+
+def _subset(tmp_path: Path) -> list[str]:
+    """Each strategy, policy, way to share a sample, and accumulation once; prompts of different length in a batch."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    return [
+        "single",
+        "single,micro_batch=4,activations=selective",
+        "zero2:2,activations=recompute",
+        f"zero3:2,activations=offload,deepspeed={file}",
+        "fsdp2:2,activations=selective,micro_batch=2",
+        "sp:2,micro_batch=2",
+        "fsdp2:2,sequence=2,ring=2,activations=recompute",
+        f"zero3:2,sequence=2,activations=selective,deepspeed={file}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    [
+        pytest.param(variant, method, marks=[] if (index + (method == "full")) % 2 == 0 else pytest.mark.slow)
+        for index, variant in enumerate(IMAGES)
+        for method in METHODS
+    ],
+)
+def test_every_strategy_equals_one_process(
+    tiny_models: TinyModels, tmp_path: Path, variant: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = (*METHODS[method], TARGETS, "lora.rank=4") if method == "lora" else METHODS[method]
+    parity(_options(tiny_models, variant, _subset(tmp_path), *chosen, steps=2))
+    assert "all layouts agree" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", IMAGES)
+def test_every_strategy_and_policy_equals_one_process(tiny_models: TinyModels, variant: str, method: str) -> None:
+    cases = [
+        f"{strategy}:2,activations={policy},micro_batch={micro},sequence={sequence}"
+        for strategy in STRATEGIES
+        for policy in POLICIES
+        for micro, sequence in ((1, 1), (2, 2))
+    ]
+    parity(_options(tiny_models, variant, ["single", *cases], *METHODS[method], steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", IMAGES)
+def test_four_processes_equal_one(tiny_models: TinyModels, variant: str) -> None:
+    layouts = [
+        "single",
+        "sp:4",
+        "sp:4,ring=4",
+        "zero2:4,sequence=2",
+        "zero3:4,sequence=2,activations=offload",
+        "fsdp2:4",
+    ]
+    parity(_options(tiny_models, variant, layouts, *METHODS["full"], steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", BASES)
+def test_zero3_follows_zero2(tiny_models: TinyModels, variant: str, method: str) -> None:
+    """In bfloat16 within 0.001 over twenty steps; in float32 within 1e-6."""
+    layouts = ["zero2:2", "zero3:2,activations=offload"]
+    own = METHODS[method]
+    parity(_options(tiny_models, variant, layouts, *own, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
+    parity(_options(tiny_models, variant, layouts, *own, steps=5, tolerance=1e-6))
