@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, metavar="T", help="bound of the loss (default: 1e-6 in float32, 1e-3 in bfloat16)"
     )
     parity.add_argument("--json", type=Path, metavar="FILE", help="write all differences there")
-    parity.add_argument("--layers", type=int, metavar="N", help="use only the first N blocks of the model")
+    parity.add_argument("--layers", type=int, metavar="N", help="use only the first N blocks of each kind")
     parity.add_argument(
         "--fault",
         metavar="FAULT",
@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "tiny",
         help="write a tiny random pipeline of a variant, to try a config",
         description=textwrap.dedent(
-            "Write a complete diffusers pipeline of a variant with tiny random weights (a few MB), which the stock pipeline "
+            "Write a complete diffusers pipeline of a variant with tiny random weights (5 to 30 MB), which the stock pipeline "
             "class loads. Use it to try a config, a launcher or a cluster before the real weights."
         ),
     )

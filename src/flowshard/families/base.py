@@ -151,7 +151,7 @@ class Family(ABC):
         return self.make_pipeline(source, None, dtype=dtype).to(device)
 
     def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype) -> Any:
-        """The stock pipeline with this transformer, or without one; the VAE works in float32, as in training."""
+        """The stock pipeline with this transformer, or without one; its VAE in float32, as media are encoded."""
         import diffusers
         import torch
 

@@ -44,7 +44,7 @@ class QwenImage(JointFamily):
                     "max_image_seq_len": 8192,
                     "shift_terminal": 0.02,
                 },
-                sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0),
+                sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
             ),
         )
     }

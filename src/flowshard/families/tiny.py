@@ -18,7 +18,7 @@ Among hundreds of equal keys of padding gradients of keys also lose more to roun
 
 
 def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int, form: str = "diffusers") -> None:
-    """Write a complete pipeline of a variant, a few megabytes of random weights.
+    """Write a complete pipeline of a variant, 5 to 30 MB of random weights.
 
     Args:
         variant_name: of the variant.
