@@ -18,7 +18,7 @@ from flowshard.cli import main
 from flowshard.errors import UserError
 from flowshard.families import Family, find_variant
 from flowshard.parallel.plan import install_plan
-from flowshard.weights.source import recognise_variant
+from flowshard.weights.source import find_source, recognise_variant
 from tests import runs
 from tests.conftest import REPOSITORY
 from tests.runs import relative_error
@@ -197,3 +197,15 @@ def test_a_picture_beyond_the_models_places_is_refused(added: Added) -> None:
     added.family.check_size(1024, 1024, 1, where="data.")
     with pytest.raises(UserError, match=r"data\.height, data\.width: 1040 x 512 is too large; use at most 1024"):
         added.family.check_size(1040, 512, 1, where="data.")
+
+
+def test_other_files_than_the_diffusers_layout_are_refused(
+    added: Added, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((added.folder / "transformer").glob("*.safetensors"))
+    with pytest.raises(UserError, match=r"aura-flow is read in the diffusers layout only; .* for example fal/AuraFlow"):
+        find_source(str(file), added.family, added.family.variants[VARIANT], option="model.path")
+    with pytest.raises(UserError, match=r"model.variant: cannot tell what .* is; set one of"):
+        recognise_variant([str(file)], option="model.path", variant_option="model.variant")
+    assert main(["tiny", VARIANT, str(tmp_path / "tiny"), "--format", "original"]) == 2
+    assert "aura-flow is read in the diffusers layout only" in capsys.readouterr().err

@@ -363,13 +363,3 @@ def test_families_of_pictures_refuse_clips(
     ]
     assert main(arguments) == 2
     assert "--frames: 5, but" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("variant", IMAGES)
-def test_other_files_than_the_diffusers_layout_are_refused(
-    tiny_models: TinyModels, clips: Path, tmp_path: Path, variant: str
-) -> None:
-    file = next((tiny_models(variant) / "transformer").glob("*.safetensors"))
-    config = runs.config(file, clips, tmp_path / "run", f"model.variant={variant}", "data.frames=1")
-    with pytest.raises(UserError, match="is read in the diffusers layout only"):
-        check_inputs(config)

@@ -219,16 +219,22 @@ def test_losses_with_two_processes_a_sample_are_those_with_one(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_two_processes_make_the_same_clip_as_one(tiny: Path, tmp_path: Path) -> None:
-    size = ["--frames", "9", "--height", "48", "--width", "32", "--steps", "2"]
-    fixed = ["generate", "--model", str(tiny), "--prompt", "a rabbit", "--dtype", "float32", *size]
-    frames = []
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[] if name in (BASES[0], BASES[-1]) else pytest.mark.slow) for name in BASES]
+)
+def test_two_processes_make_the_same_as_one(tiny_models: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
+    """With classifier-free guidance where the model has it."""
+    clip = variant == BASES[0]
+    size = ["--frames", "9" if clip else "1", "--height", "48", "--width", "32", "--steps", "2", "--guidance", "3"]
+    model = ["--model", str(tiny_models(variant)), "--dtype", "float32"]
+    results = []
     for world in (1, 2):
-        file = tmp_path / f"{world}.mp4"
+        file = tmp_path / f"{world}.{'mp4' if clip else 'png'}"
+        fixed = ["generate", *model, "--prompt", "a rabbit", *size]
         done = torchrun(world, ["flowshard", *fixed, "--sequence", str(world), "--output", str(file)])
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("wrote") == 1
         with av.open(str(file)) as container:
-            frames.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
-    assert frames[0].shape == (9, 48, 32, 3)
-    assert np.abs(frames[0].astype(int) - frames[1]).max() <= 1, "rounding to bytes apart"
+            results.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+    assert results[0].shape == (9 if clip else 1, 48, 32, 3)
+    assert np.abs(results[0].astype(int) - results[1]).max() <= 1, "rounding to bytes apart"

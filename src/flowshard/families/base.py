@@ -105,10 +105,14 @@ class Family(ABC):
     """Whether the pipeline can do classifier-free guidance."""
     original_weights: ClassVar[str | None] = None
     """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
-    original_parts: ClassVar[Mapping[str, str]] = {}
-    """Component to pattern of the publisher's file or folder of it."""
+    original_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Component to patterns of the publisher's file or folder of it."""
+    landmark: ClassVar[str | None] = None
+    """A tensor of the transformer, in diffusers' names, that no other family has; needed with `original_weights`."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
+    comfyui_names: ClassVar[Vocabulary | None] = None
+    """Names of the whole transformer in ComfyUI's files; None if they are the publisher's."""
     remembering: ClassVar[tuple[str, ...]] = ()
     """Attributes of the transformer that keep tensors from one call to the next."""
     encoding_version: ClassVar[int]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Sampling, Variant
-from flowshard.families.images import prompt_length
+from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
+from flowshard.families.image_files import VAE_FILE, parts
+from flowshard.families.images import FLUX_VAE, prompt_length
 from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
-from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from flowshard.families.base import Tensors
+    from flowshard.weights.files import TensorInfo
 
 TEXT_TOKENS = 512
 """Length to which a prompt is padded; the transformer attends to the padding."""
@@ -90,8 +92,20 @@ class Flux(JointFamily):
         "linear1": (*(f"single_transformer_blocks.*.attn.{name}" for name in _QKV), "proj_mlp"),
         "linear2": ("single_transformer_blocks.*.proj_out",),
     }
-    names = Vocabulary([])
+    names = FLUX_NAMES
     encoding_version = 1
+
+    original_weights = "flux1*.safetensors"
+    original_file = "flux1-dev.safetensors"
+    original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
+    encoder_classes = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
+    vae_class = "AutoencoderKL"
+    vae_settings = FLUX_VAE
+    landmark = "time_text_embed.text_embedder.linear_1.weight"
+    published_settings = {"patch_size": 1, "axes_dims_rope": (16, 56, 56)}
+
+    def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        return flux_sizes(tensors)
 
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
         import torch

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tokens
+from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
+from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import prompt_length
 from flowshard.families.joint import JointFamily, to_grid, to_sequence
 from flowshard.families.sequence import SequencePlan, Tokens
-from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from flowshard.families.base import Tensors
+    from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 
 _STEPS = 50
@@ -72,8 +74,19 @@ class Flux2(JointFamily):
         "linear1": ("to_qkv_mlp_proj",),
         "linear2": ("single_transformer_blocks.*.attn.to_out",),
     }
-    names = Vocabulary([])
+    names = FLUX2_NAMES
     encoding_version = 1
+
+    original_weights = "flux2*.safetensors"
+    original_file = "flux2-dev.safetensors"
+    original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
+    encoder_classes = {"text_encoder": "Mistral3ForConditionalGeneration"}
+    vae_class = "AutoencoderKLFlux2"
+    landmark = "double_stream_modulation_img.linear.weight"
+    published_settings = {"patch_size": 1, "axes_dims_rope": (32, 32, 32, 32), "rope_theta": 2000, "eps": 1e-6}
+
+    def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        return flux2_sizes(tensors)
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         # The config of FLUX.2-dev is older than this entry, whose default is true.

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
-from flowshard.families.base import Family, as_bytes
+from flowshard.families import image_files
+from flowshard.families.base import Family, Variant, as_bytes
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from flowshard.weights.files import TensorInfo
+    from flowshard.weights.source import ModelSource
+
+FLUX_VAE = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+"""How FLUX.1 and Z-Image normalise the latents of the VAE that they share."""
 
 
 class ImageFamily(Family):
@@ -20,10 +28,76 @@ class ImageFamily(Family):
     spatial_multiple = 16
     frame_stride = 1
 
+    encoder_classes: ClassVar[Mapping[str, str]]
+    """Text encoders by component, to their class in transformers."""
+    vae_class: ClassVar[str]
+    """Of the VAE, in diffusers."""
+    vae_settings: ClassVar[Mapping[str, Any]] = {}
+    """What a VAE's weights do not say of its config."""
+    original_file: ClassVar[str]
+    """Where `write_original` puts the transformer's weights."""
+    published_settings: ClassVar[Mapping[str, Any]]
+    """What a transformer's weights do not say of its config, in the published models."""
+
+    def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        """What the tensors of a transformer say of its config, in diffusers' terms; needed with `original_weights`.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
+
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         super().check_size(height, width, frames, where=where)
         if frames != 1:
             raise UserError(f"{where}frames: {frames}, but {self.name} makes pictures; use 1")
+
+    def transformer_config(
+        self,
+        publishers: Mapping[str, Any] | None,
+        tensors: Mapping[str, TensorInfo],
+        variant: Variant,  # noqa: ARG002 - the tensors say the heads
+        *,
+        where: str,
+    ) -> dict[str, Any]:
+        try:
+            sizes = self.sizes(tensors)
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"{where}: the files beside it are no {self.name} transformer: {error} is missing"
+            ) from None
+        return image_files.checked_config(
+            publishers,
+            sizes,
+            transformer_class=self.transformer_class,
+            published=self.published_settings,
+            where=where,
+        )
+
+    def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype, **parts: Any) -> Any:
+        if source.folder is not None:
+            return super().make_pipeline(source, transformer, dtype=dtype, **parts)
+
+        import diffusers
+
+        for name, place in source.parts.items():
+            if name in self.encoder_classes:
+                parts[name] = image_files.load_encoder(place, self.encoder_classes[name], dtype)
+            elif name == "vae":
+                parts[name] = image_files.load_vae(place, self.vae_class, self.vae_settings)
+            else:
+                parts[name] = image_files.load_tokenizer(place)
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**source.scheduler)
+        return getattr(diffusers, self.pipeline_class)(scheduler=scheduler, transformer=transformer, **parts)
+
+    def write_original(self, pipeline: Any, directory: Path) -> None:
+        if self.original_weights is None:
+            super().write_original(pipeline, directory)
+        vae_file = self.original_parts["vae"][0] == image_files.VAE_FILE
+        folders = [name for name in self.original_parts if name != "vae" or not vae_file]
+        image_files.write(
+            pipeline, directory, weights=self.original_file, names=self.names, folders=folders, vae_file=vae_file
+        )
 
     @staticmethod
     def sample(pipeline: Any, arguments: Mapping[str, Any], **own: Any) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Sampling, Variant
+from flowshard.families.image_files import count_blocks, parts
 from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
 from flowshard.families.rotary import rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
     import torch
 
     from flowshard.families.base import Tensors
+    from flowshard.weights.files import TensorInfo
 
 TEXT_TOKENS = 1024
 """The longest prompt, in tokens, that the pipeline encodes; the rest is cut off."""
+PATCH = 2
+"""Side of a token in latent pixels."""
 
 
 class QwenImage(JointFamily):
@@ -38,6 +42,7 @@ class QwenImage(JointFamily):
                     "max_shift": 0.9,
                     "base_image_seq_len": 256,
                     "max_image_seq_len": 8192,
+                    "shift_terminal": 0.02,
                 },
                 sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
             ),
@@ -69,6 +74,26 @@ class QwenImage(JointFamily):
     )
     remembering = ("pos_embed",)
     encoding_version = 1
+
+    original_weights = "transformer/diffusion_pytorch_model*.safetensors"
+    original_file = "transformer/diffusion_pytorch_model.safetensors"
+    original_parts = parts(*text_components, vae=("vae",))
+    encoder_classes = {"text_encoder": "Qwen2_5_VLForConditionalGeneration"}
+    vae_class = "AutoencoderKLQwenImage"
+    landmark = "txt_norm.weight"
+    published_settings = {"patch_size": PATCH, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56)}
+
+    def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        width, channels = tensors["img_in.weight"].shape
+        head_size = tensors["transformer_blocks.0.attn.norm_q.weight"].shape[0]
+        return {
+            "in_channels": channels,
+            "out_channels": tensors["proj_out.weight"].shape[0] // PATCH**2,
+            "num_layers": count_blocks(tensors, "transformer_blocks"),
+            "attention_head_dim": head_size,
+            "num_attention_heads": width // head_size,
+            "joint_attention_dim": tensors["txt_in.weight"].shape[1],
+        }
 
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
         import torch
@@ -165,7 +190,7 @@ class QwenImage(JointFamily):
                 axes_dims_rope=(2, 2, 2),
             )
         return QwenImagePipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler, shift_terminal=0.02),
+            scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
             vae=vae.eval(),
             text_encoder=text_encoder.eval(),
             tokenizer=tokenizer,

@@ -94,10 +94,11 @@ class Wan(Family):
 
     original_weights = wan_files.WEIGHTS
     original_parts = {
-        "text_encoder": wan_files.TEXT_ENCODER,
-        "vae": wan_files.VAE,
-        "tokenizer": wan_files.TOKENIZER,
+        "text_encoder": (wan_files.TEXT_ENCODER,),
+        "vae": (wan_files.VAE,),
+        "tokenizer": (wan_files.TOKENIZER,),
     }
+    landmark = "condition_embedder.time_embedder.linear_1.weight"
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:
         """No second transformer, unless it is given."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Sampling, Variant
-from flowshard.families.images import ImageFamily
+from flowshard.families.image_files import VAE_FILE, count_blocks, parts
+from flowshard.families.images import FLUX_VAE, ImageFamily
 from flowshard.families.rotary import rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from flowshard.families.base import Tensors
+    from flowshard.weights.files import TensorInfo
 
 TEXT_TOKENS = 512
 """The longest prompt, in tokens, that the pipeline encodes; the rest is cut off."""
@@ -24,6 +26,29 @@ PATCH = 2
 """Side of a token in latent pixels."""
 _PROMPT = "prompt_embeds."
 """Conditions of a batch have the embedding of each sample's prompt under this name and its place."""
+_BLOCKS = ("noise_refiner", "context_refiner", "layers")
+_ONLY_PATCH = f"{PATCH}-1"
+"""The model's name for the only patch size that it is published with."""
+
+COMFYUI_NAMES = Vocabulary(
+    [
+        (f"all_x_embedder.{_ONLY_PATCH}", "x_embedder"),
+        (f"all_final_layer.{_ONLY_PATCH}", "final_layer"),
+        *(
+            (f"{blocks}.*.attention.{ours}", f"{blocks}.*.attention.{theirs}")
+            for blocks in _BLOCKS
+            for ours, theirs in (("to_out.0", "out"), ("norm_q", "q_norm"), ("norm_k", "k_norm"))
+        ),
+    ],
+    fused={
+        f"{blocks}.*.attention.qkv": {
+            f"{blocks}.*.attention.{name}": (place,) for place, name in enumerate(("to_q", "to_k", "to_v"))
+        }
+        for blocks in _BLOCKS
+    },
+    unused=["norm_final"],
+)
+"""diffusers' names and ComfyUI's (https://github.com/comfyanonymous/ComfyUI, comfy/utils.py), where they differ."""
 
 
 class ZImage(ImageFamily):
@@ -59,9 +84,42 @@ class ZImage(ImageFamily):
         "t_embedder",
         "x_pad_token",
         "cap_pad_token",
+        others=[COMFYUI_NAMES],
     )
+    comfyui_names = COMFYUI_NAMES
     remembering = ("rope_embedder",)
     encoding_version = 1
+
+    original_weights = "transformer/diffusion_pytorch_model*.safetensors"
+    original_file = "transformer/diffusion_pytorch_model.safetensors"
+    original_parts = parts(*text_components, vae=("vae", VAE_FILE))
+    encoder_classes = {"text_encoder": "Qwen3Model"}
+    vae_class = "AutoencoderKL"
+    vae_settings = FLUX_VAE
+    landmark = "cap_embedder.0.weight"
+    published_settings = {
+        "all_patch_size": (PATCH,),
+        "all_f_patch_size": (1,),
+        "norm_eps": 1e-5,
+        "qk_norm": True,
+        "rope_theta": 256.0,
+        "t_scale": 1000.0,
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+    }
+
+    def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+        width, channels = tensors[f"all_x_embedder.{_ONLY_PATCH}.weight"].shape
+        head_size = tensors["layers.0.attention.norm_q.weight"].shape[0]
+        return {
+            "in_channels": channels // PATCH**2,
+            "dim": width,
+            "n_layers": count_blocks(tensors, "layers"),
+            "n_refiner_layers": count_blocks(tensors, "noise_refiner"),
+            "n_heads": width // head_size,
+            "n_kv_heads": tensors["layers.0.attention.to_k.weight"].shape[0] // head_size,
+            "cap_feat_dim": tensors["cap_embedder.0.weight"].shape[0],
+        }
 
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
         return {"latents": self.scaled_latents(encoders.vae, frames)[0].cpu()}

@@ -149,7 +149,7 @@ def export(checked: CheckedExport) -> list[Path]:
         save_file(tensors, temporary, metadata={"format": "pt"})
     if checked.modules is not None:
         beside = options.output.with_name(f"{options.output.stem}.{MODULES_FILE}")
-        renamed = {_rename(name, options, family): value for name, value in load_file(checked.modules).items()}
+        renamed = _renamed(load_file(checked.modules), options, family)
         with atomic_file(beside) as temporary:
             save_file(renamed, temporary, metadata={"format": "pt"})
         written.append(beside)
@@ -161,9 +161,7 @@ def _export_whole(checked: CheckedExport, source: Whole) -> Path:
 
     options, family = checked.options, checked.family
     factors = {} if checked.lora is None else load_factors(checked.lora)
-    tensors = {
-        _rename(name, options, family): value for name, value in _merged(source.tensors, factors, checked.modules)
-    }
+    tensors = _renamed(dict(_merged(source.tensors, factors, checked.modules)), options, family)
     output = options.output
     if options.format == "diffusers":
         output.mkdir(exist_ok=True)
@@ -187,13 +185,21 @@ def _merged(
             for name, info in headers.items():
                 if info.file != file:
                     continue
-                value = reader.get_tensor(info.stored or name)
+                value = info.read(reader, name)
                 one = factors.get(name.removesuffix(".weight"))
                 yield name, value if one is None else one.added_to(value)
 
 
-def _rename(name: str, options: ExportOptions, family: Family) -> str:
-    """A tensor's name in the format; what was added to the model has no other."""
+def _renamed(tensors: dict[str, torch.Tensor], options: ExportOptions, family: Family) -> dict[str, torch.Tensor]:
+    """Tensors in the names of the format; what was added to the model has no other.
+
+    Raises:
+        UserError: they are only some of those that the publisher has as one.
+    """
+    from flowshard.weights.fused import original_tensors
+
     if options.format == "diffusers":
-        return name
-    return _WHOLE_PREFIX[options.format] + (family.names.to_original(name) or name)
+        return tensors
+    names = family.comfyui_names if options.format == "comfyui" and family.comfyui_names else family.names
+    renamed = original_tensors(tensors, names, option=f"--format {options.format}")
+    return {_WHOLE_PREFIX[options.format] + name: value for name, value in renamed.items()}

@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowshard.errors import UserError
 from flowshard.families.base import Family
+from flowshard.weights.names import Rows
+
+if TYPE_CHECKING:
+    import torch
 
 LORA_FILE = "lora.safetensors"
 """The adapters of a checkpoint, in diffusers' LoRA layout."""
@@ -35,6 +39,24 @@ class TensorInfo:
     shape: tuple[int, ...]
     stored: str = ""
     """Its name in the file, if it has another here."""
+    rows: Rows = ()
+    """The rows of what is stored that it consists of, one range after another; all of them if there are none."""
+
+    def read(self, file: Any, name: str) -> "torch.Tensor":
+        """Its value, a view of the mapped file where that holds it in one piece.
+
+        Args:
+            file: `self.file`, opened with `safe_open`.
+            name: its name here.
+        """
+        import torch
+
+        stored = self.stored or name
+        if not self.rows:
+            whole: torch.Tensor = file.get_tensor(stored)
+            return whole
+        pieces: list[torch.Tensor] = [file.get_slice(stored)[start:end] for start, end in self.rows]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -151,7 +151,7 @@ def materialise(
                     info = tensors[base_name(name)]
                     if info.file not in readers:
                         readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
-                    stored = readers[info.file].get_tensor(info.stored or base_name(name))
+                    stored = info.read(readers[info.file], base_name(name))
                     value = stored
                     for factors in presets:
                         one = factors.get(base_name(name).removesuffix(".weight"))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowshard.errors import UserError
-from flowshard.weights.files import read_header
-from flowshard.weights.names import Vocabulary
+from flowshard.weights.files import TensorInfo, read_header
+from flowshard.weights.names import Part, Rows, Vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,8 @@ class LoraLayer:
     alpha: str | None
     """Key of alpha, a scalar."""
     rank: int
+    rows: Rows = ()
+    """The rows of B that are the layer's, if the file has one B for several layers."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
         UserError: it is no LoRA file, or not one of this model; the message names the key.
     """
     header = read_header(path)
-    kohya = {(names.to_original(layer) or layer).replace(".", "_"): layer for layer in layers or ()}
-    parts: dict[str, dict[str, str]] = {}
+    kohya = {one.replace(".", "_"): one for layer in layers or () for one in names.spellings(layer)}
+    keys_of: dict[str, dict[str, str]] = {}
+    places: dict[str, Part] = {}
     for key in header:
         found = _KEY.match(key)
         if found is None:
@@ -92,22 +95,20 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
                 f"{option}: {path}: {key!r} is no tensor of a LoRA as it is known here (lora_A / lora_B, lora_down / "
                 "lora_up and alpha)"
             )
-        layer = _resolve(found["layer"], layers, names, kohya)
-        if layer is None:
+        parts = _resolve(found["layer"], layers, names, kohya)
+        if parts is None:
             raise UserError(f"{option}: {path} was trained on another model: there is no layer {found['layer']!r} here")
         kind = "alpha" if found["alpha"] else ("first" if found["factor"] in _FIRST else "second")
-        parts.setdefault(layer, {})[kind] = key
-    result = []
-    for layer, keys in parts.items():
-        if "first" not in keys or "second" not in keys:
-            raise UserError(f"{option}: {path}: the layer {layer} has only one of its two factors")
-        first, second = header[keys["first"]].shape, header[keys["second"]].shape
-        expected = (second[0], *first[1:]) if layers is None else layers[layer]
-        if first[0] != second[1] or (math.prod(first[1:]), second[0]) != (math.prod(expected[1:]), expected[0]):
-            raise UserError(
-                f"{option}: {path}: factors of shape {first} and {second} do not fit {layer}, whose weight is {expected}"
-            )
-        result.append(LoraLayer(layer, keys["first"], keys["second"], keys.get("alpha"), first[0]))
+        for part in parts:
+            keys = keys_of.setdefault(part.name, {})
+            if kind in keys or places.setdefault(part.name, part) != part:
+                raise UserError(
+                    f"{option}: {path} has two adapters for {part.name}, one as {key}; take one of them out"
+                )
+            keys[kind] = key
+    where = f"{option}: {path}"
+    shapes = layers or {}
+    result = [_layer(places[name], keys, header, shapes.get(name), where) for name, keys in keys_of.items()]
     if not result:
         raise UserError(f"{option}: {path} holds no adapters")
     if layers is not None:
@@ -116,21 +117,49 @@ def read_lora(path: Path, layers: Mapping[str, tuple[int, ...]] | None, names: V
     return LoraFile(path, tuple(result))
 
 
-def _resolve(name: str, layers: Mapping[str, Any] | None, names: Vocabulary, kohya: Mapping[str, str]) -> str | None:
-    """The model's layer that a file calls `name`, in diffusers' vocabulary."""
+def _layer(
+    part: Part, keys: Mapping[str, str], header: Mapping[str, TensorInfo], weight: tuple[int, ...] | None, where: str
+) -> LoraLayer:
+    """One layer from the keys of its tensors; `weight` is the shape of its weight if that is known.
+
+    Raises:
+        UserError: a factor is missing, or they do not fit the weight.
+    """
+    if "first" not in keys or "second" not in keys:
+        raise UserError(f"{where}: the layer {part.name} has only one of its two factors")
+    first, second = header[keys["first"]].shape, header[keys["second"]].shape
+    divided = second[0] % part.of == 0
+    rows = part.rows(second[0]) if divided and not part.is_whole else ()
+    outputs = sum(end - start for start, end in rows) or second[0]
+    fits = weight is None or (math.prod(first[1:]), outputs) == (math.prod(weight[1:]), weight[0])
+    if first[0] != second[1] or not divided or not fits:
+        known = "" if weight is None else f", whose weight is {weight}"
+        raise UserError(f"{where}: factors of shape {first} and {second} do not fit {part.name}{known}")
+    return LoraLayer(part.name, keys["first"], keys["second"], keys.get("alpha"), first[0], rows)
+
+
+def _resolve(
+    name: str, layers: Mapping[str, Any] | None, names: Vocabulary, kohya: Mapping[str, str]
+) -> tuple[Part, ...] | None:
+    """The model's layers that a file calls `name`, in diffusers' vocabulary; several if the publisher has them as one."""
     if name.startswith(_KOHYA):
-        return kohya.get(name.removeprefix(_KOHYA))
+        spelled = kohya.get(name.removeprefix(_KOHYA))
+        return None if spelled is None else _resolve(spelled, layers, names, kohya)
+
+    def known(layer: str) -> bool:
+        return layer in layers if layers is not None else names.to_original(layer) is not None
+
     for prefix in ("", *_PREFIXES):
         if not name.startswith(prefix):
             continue
         bare = name.removeprefix(prefix)
-        for candidate in (bare, names.from_original(bare)):
-            if candidate is None:
-                continue
-            if candidate in layers if layers is not None else names.to_original(candidate) is not None:
-                return candidate
+        ours, theirs = (Part(bare),), names.parts(bare)
+        # Where the model is not known, `known` goes by how names begin, and the publisher's are the exact ones.
+        for parts in (theirs, ours) if layers is None else (ours, theirs):
+            if parts and all(known(part.name) for part in parts):
+                return parts
     if layers is None and name.startswith(_DIFFUSERS):  # diffusers' own names need no vocabulary
-        return name.removeprefix(_DIFFUSERS)
+        return (Part(name.removeprefix(_DIFFUSERS)),)
     return None
 
 
@@ -147,6 +176,10 @@ class Factors:
         """What the product is multiplied by."""
         return self.alpha / self.first.shape[0]
 
+    def folded(self) -> "torch.Tensor":
+        """B, (outputs, rank), times the scale, in its own type."""
+        return self.second if self.scale == 1.0 else (self.second.float() * self.scale).to(self.second.dtype)
+
     def added_to(self, weight: "torch.Tensor") -> "torch.Tensor":
         """The weight with the change, in its own type; the sum is made in float32."""
         change = self.scale * (self.second.float().flatten(1) @ self.first.float().flatten(1))
@@ -155,13 +188,17 @@ class Factors:
 
 def load_factors(file: LoraFile) -> dict[str, Factors]:
     """The tensors of a file by layer, mapped. Without an alpha it is the rank."""
+    import torch
     from safetensors import safe_open
 
     loaded = {}
     with safe_open(file.path, framework="pt") as tensors:
         for layer in file.layers:
             alpha = float(tensors.get_tensor(layer.alpha)) if layer.alpha else float(layer.rank)
-            loaded[layer.name] = Factors(tensors.get_tensor(layer.first), tensors.get_tensor(layer.second), alpha)
+            first, second = tensors.get_tensor(layer.first), tensors.get_tensor(layer.second)
+            if layer.rows:  # A is that of other layers as well, each of which gets its own
+                first, second = first.clone(), torch.cat([second[start:end] for start, end in layer.rows])
+            loaded[layer.name] = Factors(first, second, alpha)
     return loaded
 
 
@@ -175,17 +212,22 @@ def lora_tensors(factors: Mapping[str, Factors], names: Vocabulary, form: Format
     """
     import torch
 
+    from flowshard.weights.fused import fused_factors, grouped
+
+    if form == "diffusers":
+        renamed = {f"transformer.{layer}": one for layer, one in factors.items()}
+    else:
+        unknown = [layer for layer in factors if names.to_original(layer) is None]
+        if unknown:
+            raise UserError(f"--format: the layer {unknown[0]} has no name in the publisher's files; use diffusers")
+        prefix = "diffusion_model." if form == "comfyui" else ""
+        renamed = {
+            prefix + original: fused_factors(parts, factors) for original, parts in grouped(factors, names).items()
+        }
+    adapter = ".default" if form == "original" else ""
     tensors: dict[str, torch.Tensor] = {}
-    for layer, one in factors.items():
-        stored = form == "comfyui" or one.scale == 1.0
-        second = one.second if stored else (one.second.float() * one.scale).to(one.second.dtype)
-        prefix, adapter = f"transformer.{layer}", ""
-        if form != "diffusers":
-            original = names.to_original(layer)
-            if original is None:
-                raise UserError(f"--format: the layer {layer} has no name in the publisher's files; use diffusers")
-            prefix = f"diffusion_model.{original}" if form == "comfyui" else original
-            adapter = "" if form == "comfyui" else ".default"
+    for prefix, one in renamed.items():
+        second = one.second if form == "comfyui" else one.folded()
         tensors[f"{prefix}.lora_A{adapter}.weight"] = one.first.contiguous()
         tensors[f"{prefix}.lora_B{adapter}.weight"] = second.contiguous()
         if form == "comfyui" and one.scale != 1.0:

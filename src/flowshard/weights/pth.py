@@ -67,6 +67,7 @@ def fill(
     cast: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for name, value in tensors.items():
         if id(value) not in cast:
-            cast[id(value)] = value.to(torch.float32 if keeps_float32(name, keep) else dtype)
+            wanted = torch.float32 if keeps_float32(name, keep) else dtype
+            cast[id(value)] = value.to(wanted) if value.is_floating_point() else value
     model.load_state_dict({name: cast[id(value)] for name, value in tensors.items()}, assign=True)
     return model.eval().requires_grad_(False)

@@ -3,9 +3,9 @@
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,20 @@ from flowshard.weights.files import (
     read_json,
     scheduler_settings,
 )
+from flowshard.weights.names import Part
+from flowshard.weights.report import some
 
+Headers = Callable[[Path], dict[str, TensorInfo]]
+"""Reads the header of a safetensors file, or remembers it."""
 _REPOSITORY_FILES = re.compile(r"(?P<id>[\w.-]+/[\w.-]+):(?P<pattern>.+)")
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
 """Prefixes of single files that hold the transformer as a part of something."""
+_ENCODER_TENSORS = {
+    "text_model.embeddings.token_embedding.weight",  # CLIP
+    "encoder.block.0.layer.0.SelfAttention.q.weight",  # T5
+    "model.embed_tokens.weight",  # Qwen, Mistral
+}
+"""Tensors by which text encoders are known that other programs keep in one file."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     Raises:
         UserError: it cannot be told; the message lists what it might be.
     """
+    candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
     if isinstance(path, str) and not _is_original(path):
         folder = find_pipeline(path, option=option)
         name = read_json(folder / "model_index.json").get("_class_name")
@@ -86,30 +97,44 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
         if not families:
             known = ", ".join(dict.fromkeys(one.pipeline_class for one in all_families()))
             raise UserError(f"{option}: {folder} holds a {name}, which is none of {known}; give another model")
-        candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = [
-            (family, variant, read_json(folder / TRANSFORMER_FOLDER / "config.json"))
-            for family in families
-            for variant in family.variants.values()
-        ]
+        config = read_json(folder / TRANSFORMER_FOLDER / "config.json")
+        candidates = [(family, variant, config) for family in families for variant in family.variants.values()]
     else:
-        candidates = []
-        problems: list[UserError] = []
-        for family in (one for one in all_families() if one.original_weights is not None):
+        places = _all_of(path, option)
+        headers = cache(read_header)
+        for family in _recognise_families(places, headers, option):
             for variant in family.variants.values():
-                try:
-                    source = find_source(path, family, variant, option=option)
-                except UserError as error:
-                    problems.append(error)
-                else:
-                    candidates.append((family, variant, source.config))
-        if len(problems) == 1 and not candidates:
-            raise problems[0]
+                source = _from_files(places, _label(path), family, variant, headers, option)
+                candidates.append((family, variant, source.config))
     found = [one.name for family, one, config in candidates if config.get(family.heads_setting, one.heads) == one.heads]
     if len(found) == 1:
         return found[0]
     possible = found or [one.name for _, one, _ in candidates]
     possible = possible or [name for family in all_families() for name in family.variants]
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
+
+
+def _recognise_families(places: list[Path], headers: Headers, option: str) -> list[Family]:
+    """The families that the publisher's files may be of, by the names of tensors in the first file that says it."""
+    known = [one for one in all_families() if one.original_weights is not None]
+    for family in known:
+        try:
+            files = [file for place in places for file in _opened(place, family, option)]
+        except UserError:  # a folder of another family
+            continue
+        for file in files:
+            if _is_transformer(file) and _has_landmark(headers(file), family):
+                return [one for one in known if one.landmark == family.landmark]
+    return []
+
+
+def _is_transformer(file: Path) -> bool:
+    """Whether a file may hold a transformer: it is an encoder of no family."""
+    return file.suffix == ".safetensors" and all(_part_of(file, family) is None for family in all_families())
+
+
+def _has_landmark(names: Iterable[str], family: Family) -> bool:
+    return any(part.name == family.landmark for name in names for part in _ours(name, family))
 
 
 def find_source(
@@ -142,8 +167,7 @@ def find_source(
             scheduler=scheduler_settings(folder, variant.scheduler),
             transformer_folder=transformer,
         )
-    entries = [path] if isinstance(path, str) else list(path)
-    return _from_files(entries, family, variant, option)
+    return _from_files(_all_of(path, option), _label(path), family, variant, read_header, option)
 
 
 def _is_original(path: str) -> bool:
@@ -153,36 +177,62 @@ def _is_original(path: str) -> bool:
     return place.suffix in (".safetensors", ".pth") or bool(_REPOSITORY_FILES.fullmatch(path)) or "*" in path
 
 
-def _from_files(entries: list[str], family: Family, variant: Variant, option: str) -> ModelSource:
+def _label(path: str | Sequence[str]) -> str:
+    return path if isinstance(path, str) else ", ".join(path)
+
+
+def _all_of(path: str | Sequence[str], option: str) -> list[Path]:
+    entries = [path] if isinstance(path, str) else path
+    return [place for entry in entries for place in _expand(entry, option)]
+
+
+def _from_files(
+    places: list[Path], label: str, family: Family, variant: Variant, headers: Headers, option: str
+) -> ModelSource:
     if family.original_weights is None:
         raise UserError(
-            f"{option}: {', '.join(entries)}: {family.name} is read in the diffusers layout only; give a folder with a "
+            f"{option}: {label}: {family.name} is read in the diffusers layout only; give a folder with a "
             f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
         )
-    files = [file for entry in entries for file in _expand(entry, family, option)]
+    assert family.landmark is not None  # noqa: S101
+    files = [file for place in places for file in _opened(place, family, option)]
     parts: dict[str, Path] = {}
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        part = _part_of(file, family)
-        if part is not None:
-            parts[part] = file
+    for file in dict.fromkeys(files):
+        found = _part_of(file, family)
+        if found is not None:
+            part, place = found
+            parts[part] = place
         elif file.suffix == ".safetensors":
-            for name, info in read_header(file).items():
-                tensors[_ours(name, family)] = replace(info, stored=name)
+            header = headers(file)
+            if not _ENCODER_TENSORS.isdisjoint(header):
+                raise UserError(
+                    f"{option}: {file} is a text encoder in one file; {family.name} takes "
+                    f"{' or '.join(family.original_parts['text_encoder'])} of its publisher"
+                )
+            for name, info in _translated(header, family).items():
+                if name in tensors:
+                    raise UserError(
+                        f"{option}: {tensors[name].file} and {file} both hold the transformer's {name}; give one of them"
+                    )
+                tensors[name] = info
         else:
-            known = ", ".join(pattern for pattern in family.original_parts.values())
+            known = ", ".join(pattern for patterns in family.original_parts.values() for pattern in patterns)
             raise UserError(
                 f"{option}: {file} is no file that {family.name} has; it has {known} and .safetensors weights"
             )
-    label = ", ".join(entries)
     if not tensors:
         raise UserError(f"{option}: {label} holds no weights of the transformer ({family.original_weights})")
-    for part, pattern in family.original_parts.items():
+    if family.landmark not in tensors:
+        _refuse_other_model(tensors, family, family.landmark, option)
+    for part, patterns in family.original_parts.items():
         if part not in parts:
-            place = _beside(pattern, [*parts.values(), *(info.file for info in tensors.values())])
-            if place is None:
-                raise UserError(f"{option}: {label} lacks the {part} ({pattern}); add it to the list")
-            parts[part] = place
+            beside = _beside(patterns, [*parts.values(), *(info.file for info in tensors.values())])
+            if beside is None:
+                raise UserError(f"{option}: {label} lacks the {part} ({' or '.join(patterns)}); add it to the list")
+            parts[part] = beside
+        if part.startswith("text_encoder") and parts[part].is_dir():
+            _check_encoder(parts[part], variant, option)
     first = next(iter(tensors.values())).file
     publishers = first.parent / "config.json"
     return ModelSource(
@@ -197,54 +247,124 @@ def _from_files(entries: list[str], family: Family, variant: Variant, option: st
     )
 
 
-def _part_of(file: Path, family: Family) -> str | None:
-    """The encoder or tokenizer that a file of the publisher is."""
-    for part, pattern in family.original_parts.items():
-        if fnmatch(file.name, Path(pattern).name) or (file.is_dir() and fnmatch(str(file), f"*{pattern}")):
-            return part
+def _translated(header: Mapping[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
+    """The tensors of a publisher's or a single file, in diffusers' names; what is not known keeps its own.
+
+    Raises:
+        UserError: one that holds several cannot be cut into them.
+    """
+    tensors = {}
+    for name, info in header.items():
+        for part in _ours(name, family):
+            if part.is_whole:
+                tensors[part.name] = replace(info, stored=name)
+                continue
+            try:
+                rows = part.rows(info.shape[0] if info.shape else 1)
+            except ValueError:
+                raise UserError(
+                    f"{info.file}: {name} of shape {info.shape} is not {part.of} pieces of one size, as it is in "
+                    f"{family.name}; it is another model, or one in a type with fewer values"
+                ) from None
+            shape = (sum(end - start for start, end in rows), *info.shape[1:])
+            tensors[part.name] = replace(info, stored=name, rows=rows, shape=shape)
+    return tensors
+
+
+def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, landmark: str, option: str) -> None:
+    """Say what weights without the family's landmark are.
+
+    Raises:
+        UserError: always.
+    """
+    file = next(iter(tensors.values())).file
+    for other in all_families():  # one without a landmark is not recognised
+        if _has_landmark((info.stored or name for name, info in tensors.items()), other):
+            raise UserError(
+                f"{option}: {file} holds a transformer of {other.name}, and the variant is one of {family.name}; give "
+                f"other files, or set the variant to {' or '.join(other.variants)}"
+            )
+    if any(".lora_" in name for name in tensors):
+        raise UserError(f"{option}: {file} is a LoRA, not weights; give it as lora.init_from or lora.preset")
+    stored = family.names.to_original(landmark)
+    raise UserError(
+        f"{option}: {file} is no transformer of {family.name}, as it lacks {stored}; it has {some(list(tensors))}"
+    )
+
+
+def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
+    """Refuse an encoder's folder without a file that its weights are of no use without.
+
+    Raises:
+        UserError: naming the file.
+    """
+    needed = [] if (folder / "config.json").is_file() else ["config.json"]
+    if len(list(folder.glob("*.safetensors"))) > 1 and not list(folder.glob("*.safetensors.index.json")):
+        needed.append("the .safetensors.index.json of its shards")
+    if needed:
+        raise UserError(
+            f"{option}: {folder} lacks {' and '.join(needed)}; copy it as well, from {variant.hub_id} if it was not changed"
+        )
+
+
+def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
+    """The encoder or tokenizer that a file or folder of the publisher is, and where that is."""
+    for part, patterns in family.original_parts.items():
+        if any(file.match(pattern) or file.match(Path(pattern).name) for pattern in patterns):
+            return part, file
+        if not file.is_dir() and any(file.parent.match(pattern) for pattern in patterns):  # weights in a part's folder
+            alone = part == "vae" and not (file.parent / "config.json").is_file()
+            return part, file if alone else file.parent
     return None
 
 
-def _beside(pattern: str, others: list[Path]) -> Path | None:
-    """What matches a pattern in the folder of another file of the model."""
-    for folder in dict.fromkeys(other.parent for other in others):
-        found = sorted(folder.glob(pattern))
-        if found:
-            return found[0]
+def _beside(patterns: Sequence[str], others: list[Path]) -> Path | None:
+    """What matches a pattern in the folder of another file of the model, or in the one above it."""
+    folders = dict.fromkeys(other.parent for other in others)
+    for folder in (*folders, *(folder.parent for folder in folders if folder.name == TRANSFORMER_FOLDER)):
+        for pattern in patterns:
+            found = sorted(folder.glob(pattern))
+            if found:
+                return found[0]
     return None
 
 
-def _ours(name: str, family: Family) -> str:
-    """diffusers' name of a tensor in a publisher's or a single file."""
+def _ours(name: str, family: Family) -> tuple[Part, ...]:
+    """What of diffusers' a tensor in a publisher's or a single file holds."""
     for prefix in ("", *_WRAPPERS):
         if name.startswith(prefix):
             bare = name.removeprefix(prefix)
-            translated = family.names.from_original(bare)
-            if translated is not None:
-                return translated
+            parts = family.names.parts(bare)
+            if parts is not None:
+                return parts
             if family.names.to_original(bare) is not None:
-                return bare
-    return name
+                return (Part(bare),)
+    return (Part(name),)
 
 
-def _expand(entry: str, family: Family, option: str) -> list[Path]:
-    """The files that an entry of the list stands for."""
+def _expand(entry: str, option: str) -> list[Path]:
+    """The files and folders that an entry of the list stands for."""
     repository = _REPOSITORY_FILES.fullmatch(entry)
     if repository is not None and not Path(entry).exists():
         return _repository_files(repository["id"], repository["pattern"], option)
-    place = Path(entry)
-    if place.is_dir() and _part_of(place, family) is None:
-        assert family.original_weights is not None  # noqa: S101
-        found = sorted(place.glob(family.original_weights))
-        if not found:
-            raise UserError(
-                f"{option}: {place} is neither a diffusers pipeline, as it has no model_index.json, nor has it the "
-                f"publisher's {family.original_weights}; give the right folder"
-            )
-        return found
     found = sorted(Path(file) for file in glob.glob(entry))  # noqa: PTH207 - absolute patterns too
     if not found:
         raise UserError(f"{option}: {entry} matches no file")
+    return found
+
+
+def _opened(place: Path, family: Family, option: str) -> list[Path]:
+    """The transformer's files in a folder of a model; anything else is itself."""
+    if not place.is_dir() or _part_of(place, family) is not None:
+        return [place]
+    assert family.original_weights is not None  # noqa: S101
+    folder, _, own = family.original_weights.rpartition("/")
+    found = sorted(place.glob(own if place.name == folder else family.original_weights))
+    if not found:
+        raise UserError(
+            f"{option}: {place} is neither a diffusers pipeline, as it has no model_index.json, nor has it the "
+            f"publisher's {family.original_weights}; give the right folder"
+        )
     return found
 
 
@@ -257,7 +377,9 @@ def _repository_files(repository: str, pattern: str, option: str) -> list[Path]:
         found = sorted((base / repository).glob(pattern))
         if found:
             return found
-    folder = download(repository, option=option, allow_patterns=[pattern, "config.json"])
+    # With what is needed beside weights: configs and indices, and tokenizers, which are small.
+    settings = str(Path(pattern).parent / "*.json")
+    folder = download(repository, option=option, allow_patterns=[pattern, settings, "tokenizer*/*"])
     found = sorted(folder.glob(pattern))
     if not found:
         raise UserError(f"{option}: {repository} has no file {pattern}")
