@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import struct
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from flowshard.families import get_family
 from flowshard.weights.files import (
     atomic_file,
     check_pipeline,
+    download,
     find_pipeline,
     fingerprint,
     read_header,
@@ -382,3 +385,24 @@ def test_failed_first_write_leaves_an_empty_folder(tmp_path: Path) -> None:
         temporary.write_text("half")
         raise ValueError("stop")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_modelscope_is_a_hub_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def snapshot_download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns, ignore_patterns))
+        return str(tmp_path)
+
+    module = types.ModuleType("modelscope")
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+    monkeypatch.setenv("FLOWSHARD_HUB", "modelscope")
+    assert download("Wan-AI/Wan2.1", option="model.path", allow_patterns=["*.pth"]) == tmp_path
+    assert asked == [("Wan-AI/Wan2.1", ["*.pth"], None)]
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(UserError, match="modelscope is not installed"):
+        download("Wan-AI/Wan2.1", option="model.path")
+    monkeypatch.setenv("FLOWSHARD_HUB", "elsewhere")
+    with pytest.raises(UserError, match="FLOWSHARD_HUB: 'elsewhere' is not huggingface or modelscope"):
+        download("Wan-AI/Wan2.1", option="model.path")

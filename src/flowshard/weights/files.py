@@ -26,6 +26,8 @@ TRANSFORMER_FOLDER = "transformer"
 LOW_EXPERT_FOLDER = "transformer_2"
 """The transformer for low noise of a pipeline with two."""
 
+HUB = "FLOWSHARD_HUB"
+"""Environment variable that says which hub models are downloaded from."""
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 
@@ -193,10 +195,21 @@ def download(
 ) -> Path:
     """The local copy of a repository of the hub, or of the part of it that the patterns select.
 
+    The hub is Hugging Face's, or ModelScope's if the environment variable FLOWSHARD_HUB is `modelscope`.
+
     Raises:
         UserError: the hub does not give it.
     """
-    from huggingface_hub import snapshot_download
+    hub = os.environ.get(HUB, "huggingface")
+    if hub == "modelscope":
+        try:
+            from modelscope import snapshot_download
+        except ImportError:
+            raise UserError(f"{HUB}: modelscope is not installed; run `pip install modelscope`") from None
+    elif hub == "huggingface":
+        from huggingface_hub import snapshot_download
+    else:
+        raise UserError(f"{HUB}: {hub!r} is not huggingface or modelscope")
 
     try:
         return Path(snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
