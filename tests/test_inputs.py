@@ -18,7 +18,7 @@ LAST = Input("end_image", "image", from_clip="last")
 EDIT = Input("edit_image", "images")
 CONTROL = Input("control_video", "video")
 MASK = Input("mask", "video", required=False)
-SIZE = {"height": 48, "width": 32, "frames": 5, "where": "row 1"}
+SIZE: dict[str, Any] = {"height": 48, "width": 32, "frames": 5, "where": "row 1"}
 
 
 @pytest.fixture
