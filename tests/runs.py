@@ -17,6 +17,7 @@ from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import LossScale, Single, Strategy
 from flowshard.train.batches import StepBatches
 from flowshard.train.build import Build, build_on_meta, fill
+from flowshard.train.checkpoint import MASTERS, OPTIMIZER
 from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.loop import run_training
 from flowshard.train.optimizer import optimizer_factory
@@ -95,12 +96,19 @@ def metrics(config: Config) -> list[dict[str, Any]]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by file and name."""
+    """All tensors of a checkpoint that are for use, by file and name."""
     return {
         f"{file.relative_to(checkpoint)}:{name}": tensor
         for file in sorted(checkpoint.rglob("*.safetensors"))
+        if file.parent.name not in (MASTERS, OPTIMIZER)
         for name, tensor in load_file(file).items()
     }
+
+
+def training_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Masters and optimizer state of a checkpoint, by name."""
+    files = [file for kind in (MASTERS, OPTIMIZER) for file in sorted((checkpoint / kind).iterdir())]
+    return {name: tensor.double() for file in files for name, tensor in load_file(file).items()}
 
 
 def distance(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

@@ -4,6 +4,7 @@ Every option is documented right below the field that defines it; `flowshard tra
 Reading and merging the YAML is in `config_file.py`. Nothing here imports torch, so that a mistake is found in a moment.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -218,9 +219,20 @@ class SaveConfig(Section):
     """Steps between checkpoints; 0 saves at the end only. The last step is always saved, once."""
     keep: PositiveInt = 3
     """Checkpoints that are kept; older ones are deleted after a newer one is complete."""
+    resumable: bool = True
+    """Write masters and optimizer state as well, from which `resume` goes on: three float32 values for each trained one."""
+    before: str | None = None
+    """Save and stop when the run has taken so long, for example `2h50m`, to be in time for a limit of a cluster."""
     dtype: Dtype | Literal["auto"] = "auto"
     """Type of the saved tensors. `auto`: LoRA in float32, full weights in `model.dtype`; what the model keeps in
     float32 stays so."""
+
+    @field_validator("before")
+    @classmethod
+    def _before_is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None and (not value or not re.fullmatch(r"(\d+h)?(\d+m)?(\d+s)?", value)):
+            raise ValueError(f"{value!r} is no duration such as 2h50m, 90m or 45s")
+        return value
 
 
 class ValidationConfig(Section):
@@ -250,6 +262,9 @@ class Config(Section):
     """Seed of the order, the noise, the noise levels and of new weights."""
     output: str
     """Folder of the run. An earlier run found there is moved into its `previous/` folder, never overwritten."""
+    resume: str | None = None
+    """Go on from a checkpoint, under any layout: `auto` is the newest complete one in `output` (none begins a new run), else
+    a checkpoint's or a run's folder. `weights:FOLDER` begins a new run with its weights."""
     device: str = "auto"
     """`auto` (CUDA, then Ascend NPU, then CPU), `cpu`, `cuda`, `npu`, or with an index as in `cuda:1`."""
     model: ModelConfig

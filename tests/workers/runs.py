@@ -47,10 +47,10 @@ def _collectives() -> int:
 
 def main(file: Path) -> None:
     jobs = json.loads(file.read_text(encoding="utf-8"))
-    inputs = [check_inputs(load_config(job["config"])) for job in jobs]
 
     def work(processes: Processes) -> None:
-        for one, job in zip(inputs, jobs, strict=True):
+        for job in jobs:
+            one = check_inputs(load_config(job["config"]))  # now, as it may go on from an earlier one
             layout, before = one.layout, _collectives()
             train(one, processes.with_layout(layout), Stopper(job["stop_after"], layout.rank == layout.world - 1))
 
@@ -59,7 +59,7 @@ def main(file: Path) -> None:
             assert len(set(counts)) == 1, counts
             processes.say(f"{counts[0]} collectives on every process")
 
-    run_together(inputs[0].layout, work, device_name="cpu")
+    run_together(check_inputs(load_config(jobs[0]["config"])).layout, work, device_name="cpu")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ class Processes:
             store: Any = dist.HashStore()
         else:
             store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        # torchrun may keep its store when it restarts the group, and with it what the last one wrote there.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             _BACKENDS[self.device.type],
             store=dist.PrefixStore("collectives", store),

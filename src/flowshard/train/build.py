@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from flowshard.config import ActivationPolicy
+from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.objective.flow import add_noise, sample_losses
@@ -15,6 +16,7 @@ from flowshard.parallel.plan import apply_sequence_plan
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.patterns import select
+from flowshard.train.checkpoint import Checkpoint, StateReader
 from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
@@ -22,7 +24,7 @@ from flowshard.weights.extend import Extension, extend_model
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
 from flowshard.weights.lora_files import load_factors
 from flowshard.weights.precision import compute_in_float32
-from flowshard.weights.report import LoadReport
+from flowshard.weights.report import LoadReport, some
 
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
@@ -110,6 +112,24 @@ def _shortened(inputs: RunInputs) -> dict[str, int]:
         return {}
     keys = inputs.family.block_lists.values()
     return {key: min(layers, inputs.source.config.get(key, layers)) for key in keys}
+
+
+def use_masters(build: Build, checkpoint: Checkpoint, reader: StateReader) -> None:
+    """Let every trained parameter get its value from a checkpoint.
+
+    Raises:
+        UserError: other parameters were trained.
+    """
+    missing = [name for name in build.settings if name not in checkpoint.masters]
+    more = [name for name in checkpoint.masters if name not in build.settings]
+    if missing or more:
+        problems = [f"it lacks {some(missing)}"] * bool(missing) + [f"it has besides {some(more)}"] * bool(more)
+        raise UserError(
+            f"resume: {checkpoint.path} trained other tensors: {'; '.join(problems)}; set train.modules, lora.targets and "
+            "model.extend as they were"
+        )
+    for name in build.settings:
+        build.new[name] = NewTensor(partial(reader.master, name), f"from {checkpoint.path}", forced=True)
 
 
 def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:

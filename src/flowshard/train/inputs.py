@@ -14,6 +14,7 @@ from flowshard.families import Family, Variant, find_variant
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
+from flowshard.train.checkpoint import Checkpoint, check_resumable, find_checkpoint
 from flowshard.weights.files import (
     TensorInfo,
     check_spec,
@@ -52,6 +53,10 @@ class RunInputs:
     steps: int
     samples: int
     """Samples of an epoch."""
+    checkpoint: Checkpoint | None
+    """What the run goes on from."""
+    changes: tuple[str, ...]
+    """Lines about what has changed since then."""
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:
@@ -94,6 +99,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         init = _only(read_lora(Path(config.lora.init_from), layers, family.names, option="lora.init_from"), tensors)
     adapted, trained = _select_trained(config, family, tensors, init)
     _check_groups(config, adapted, trained)
+    checkpoint = find_checkpoint(config)
+    changes = () if checkpoint is None else tuple(check_resumable(checkpoint, config, metadata))
     check_writable(Path(config.output), option="output")
     if config.cache_folder is not None:
         check_writable(config.cache_folder, option="data.cache")
@@ -125,6 +132,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         guidance=_guidance(config, family, source),
         steps=steps,
         samples=samples,
+        checkpoint=checkpoint,
+        changes=changes,
     )
 
 

@@ -16,7 +16,8 @@ from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
-from flowshard.train.build import build_on_meta, fill, loss_function
+from flowshard.train.build import build_on_meta, fill, loss_function, use_masters
+from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
 from flowshard.train.inputs import RunInputs
 from flowshard.train.metrics import CommunicationMeter, MetricsLog, StepMetrics
 from flowshard.train.observer import Observer
@@ -24,7 +25,7 @@ from flowshard.train.optimizer import optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
 from flowshard.train.record import environment_record
 from flowshard.train.state import RunFolder
-from flowshard.train.stop import StopRequest
+from flowshard.train.stop import Deadline, StopRequest
 from flowshard.weights.export import WeightsWriter
 
 
@@ -76,6 +77,12 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         )
     build = build_on_meta(inputs, sequence)
     build.new = observer.new_weights(build.new)
+    checkpoint = inputs.checkpoint
+    reader = None if checkpoint is None else StateReader(checkpoint)
+    if checkpoint is not None and reader is not None:
+        use_masters(build, checkpoint, reader)
+        for line in inputs.changes:
+            say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
     largest = batches.largest_micro_batch()
     memory = estimate_memory(
@@ -95,32 +102,57 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
         say(report.table())
     strategy.start(build.model, build.settings, make_optimizer)
+    begin = 0
+    if checkpoint is not None and reader is not None and not checkpoint.weights_only:
+        begin = checkpoint.step
+        restore(reader, checkpoint, strategy, lambda: loss_of(strategy.model, largest.tensors()))
+        say(f"resumed {checkpoint.path} after step {begin}")
     observer.started(build.model)
     # From here on the run is known to start, and an earlier one may make room.
     folder = RunFolder(Path(config.output))
     record = {**environment_record(), "layout": asdict(layout)}
-    say(processes.on_main(lambda: folder.prepare(dump_config(config, record))))
+    say(
+        processes.on_main(
+            lambda: folder.prepare(
+                dump_config(config, record), resumed=None if checkpoint is None else checkpoint.path, step=begin
+            )
+        )
+    )
+    if begin >= inputs.steps:
+        say(f"all {inputs.steps} steps are done")
+        return None if checkpoint is None else checkpoint.path
+    digest = data_digest(inputs.metadata)
+
+    def write(partial: Path | None) -> Exception | None:
+        failure = writer.write(partial, strategy.parameters)
+        if config.save.resumable:
+            failure = write_training_state(None if failure else partial, strategy) or failure
+        return failure
 
     def save(step: int, keep: int = config.save.keep) -> Path:
         return folder.save_checkpoint(
             step,
-            lambda partial: writer.write(partial, strategy.parameters),
+            write,
             state={
+                "config": config.model_dump(mode="json"),
+                "data": digest,
                 "method": config.train.method,
                 "lora": config.lora.model_dump() if inputs.adapted else None,
                 "loss_scale": strategy.loss_scale.state(),
             },
+            resumable=config.save.resumable,
             keep=keep,
             processes=processes,
         )
 
     accumulation = layout.accumulation
-    micro_batches = stream(batches, range(inputs.steps), ahead=isinstance(dataset, CachedDataset))
+    micro_batches = stream(batches, range(begin, inputs.steps), ahead=isinstance(dataset, CachedDataset))
     watch = Stopwatch(device)
     communication = CommunicationMeter(sequence if config.log.profile else None)
-    checkpoint, saved = None, 0
+    last, saved = None if checkpoint is None else checkpoint.path, begin
+    limit = Deadline(config.save.before)
     with StopRequest() as stop, MetricsLog(folder.metrics, steps=inputs.steps, enabled=processes.is_main) as log:
-        for step in range(inputs.steps):
+        for step in range(begin, inputs.steps):
             watch.start()
             # Loss, tokens, and whether this process was asked to stop: what all have to know, in one sum.
             totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -135,6 +167,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 watch.lap("backward")
                 totals[0] += loss.detach() / layout.world
                 totals[1] += len(batch.rows) * inputs.family.tokens(batch.latents.shape[1:]) / layout.sequence
+            if stop.reason is None and processes.is_main:
+                stop.reason = limit.reason or ("a file named stop" if folder.stop_requested else None)
             totals[2] += stop.reason is not None
             observer.backward_done(step, strategy)
             loss_value, tokens, stopping = processes.sum(totals).tolist()
@@ -147,7 +181,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 strategy.loss_scale.succeeded()
             elif not (math.isfinite(loss_value) and strategy.loss_scale.lower()):
                 # These weights may be spoilt already, so no earlier checkpoint goes for them.
-                kept = save(step, config.save.keep + 1) if step > saved else checkpoint
+                kept = save(step, config.save.keep + 1) if step > saved else last
                 places = ", ".join(inputs.metadata.describe(row) for row in batches.rows(step))
                 raise RunError(
                     f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm}; the weights were not "
@@ -177,14 +211,14 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                     **communication.read(),
                 )
             )
-            if done == 1 and (unused := strategy.without_gradient()):
+            if done == begin + 1 and (unused := strategy.without_gradient()):
                 say(f"{len(unused)} trained tensors got no gradient, which counts as zero: {', '.join(unused[:8])}")
             every = config.save.every
             if done == inputs.steps or stopping or (every and done % every == 0):
-                checkpoint, saved = save(done), done
+                last, saved = save(done), done
             if stopping:
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break
     observer.run_done(strategy)
-    say(f"saved {checkpoint}")
-    return checkpoint
+    say(f"saved {last}")
+    return last

@@ -10,9 +10,13 @@ from safetensors import SafetensorError
 
 from flowshard.errors import RunError
 from flowshard.parallel.processes import Processes
+from flowshard.train.checkpoint import STATE, write_manifest
 from flowshard.weights.files import apply_umask, atomic_file, sync
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "report.html")
+_PARTIAL = ".partial"
+_STOP = "stop"
+"""A file of this name in the run's folder asks the run to save and stop."""
 
 
 class RunFolder:
@@ -23,17 +27,42 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self._checkpoints = path / "checkpoints"
 
-    def prepare(self, config_text: str) -> str | None:
-        """Create the folder and write `config.yaml`; an earlier run moves to `previous/N`.
+    def prepare(self, config_text: str, *, resumed: Path | None, step: int) -> str | None:
+        """Create the folder and write `config.yaml`; an earlier run moves to `previous/N`, unless it goes on.
+
+        Args:
+            config_text: of the run.
+            resumed: checkpoint that the run goes on from, here or elsewhere.
+            step: updates that were done by then; later lines of the metrics are dropped.
 
         Returns:
             A line for the user if an earlier run was moved.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        moved = self._set_aside()
+        (self.path / _STOP).unlink(missing_ok=True)
+        goes_on = resumed is not None and resumed.absolute().parent == self._checkpoints.absolute()
+        moved = None
+        if goes_on and step:
+            self._drop_metrics_after(step)
+        else:
+            moved = self._set_aside()
         with atomic_file(self.path / "config.yaml") as temporary:
             temporary.write_text(config_text, encoding="utf-8")
         return moved
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the user has put a file `stop` there."""
+        return (self.path / _STOP).exists()
+
+    def _drop_metrics_after(self, step: int) -> None:
+        """Updates that were made after the checkpoint are made again."""
+        if not self.metrics.is_file():
+            return
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with atomic_file(self.metrics) as temporary:
+            temporary.write_text("".join(kept), encoding="utf-8")
 
     def _set_aside(self) -> str | None:
         earlier = [self.path / name for name in _RUN_FILES if (self.path / name).exists()]
@@ -53,6 +82,7 @@ class RunFolder:
         write: Callable[[Path | None], Exception | None],
         *,
         state: dict[str, Any],
+        resumable: bool,
         keep: int,
         processes: Processes,
     ) -> Path:
@@ -63,6 +93,7 @@ class RunFolder:
             write: writes the weights into the folder that it is given; given None, it only takes part in gathering.
                 Returns what the disk refused.
             state: noted in `state.json`.
+            resumable: whether masters and optimizer state are among what is written.
             keep: complete checkpoints that remain.
             processes: of which the main one writes.
 
@@ -70,11 +101,12 @@ class RunFolder:
             RunError: on every process, if the disk refuses; earlier checkpoints are untouched.
         """
         final = self._checkpoints / f"step-{step:08d}"
-        partial = self._checkpoints / f".{final.name}.partial"
+        partial = self._checkpoints / f".{final.name}{_PARTIAL}"
         refused: Exception | None = None
         if processes.is_main:
             try:
-                shutil.rmtree(partial, ignore_errors=True)
+                for left in self._checkpoints.glob(f".*{_PARTIAL}"):  # by a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as error:
                 refused = error
@@ -85,14 +117,16 @@ class RunFolder:
             try:
                 if refused is not None:
                     raise refused
-                (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
+                (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=2), encoding="utf-8")
+                if resumable:
+                    write_manifest(partial)
                 for item in [*partial.rglob("*"), partial]:
                     if item.is_file():
                         apply_umask(item)
                     sync(item)
                 partial.rename(final)
                 sync(self._checkpoints)
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 shutil.rmtree(partial, ignore_errors=True)
                 last = self.newest_checkpoint()
                 kept = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
@@ -103,7 +137,9 @@ class RunFolder:
             raise RunError(problem)
         if processes.is_main:
             for old in self.checkpoints()[:-keep]:
-                shutil.rmtree(old)
+                gone = self._checkpoints / f".{old.name}{_PARTIAL}"
+                old.rename(gone)  # at once, so that what has a checkpoint's name is always whole
+                shutil.rmtree(gone)
         return final
 
     def checkpoints(self) -> list[Path]:

@@ -1,6 +1,8 @@
-"""Ctrl-C and SIGTERM as a request that the loop grants between two steps."""
+"""Requests to stop that the loop grants between two steps: Ctrl-C, SIGTERM, and a limit of time."""
 
+import re
 import signal
+import time
 from types import FrameType, TracebackType
 
 
@@ -27,3 +29,24 @@ class StopRequest:
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
+
+
+class Deadline:
+    """A limit of wall-clock time."""
+
+    def __init__(self, duration: str | None) -> None:
+        """Begin to count; `duration` is like `2h50m`, None for no limit."""
+        self._duration = duration
+        self._end = None if duration is None else time.monotonic() + seconds(duration)
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, once the time is over."""
+        over = self._end is not None and time.monotonic() >= self._end
+        return f"save.before={self._duration}" if over else None
+
+
+def seconds(duration: str) -> int:
+    """Of a duration such as `2h50m`, `90m` or `45s`."""
+    units = {"h": 3600, "m": 60, "s": 1}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
