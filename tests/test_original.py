@@ -92,7 +92,14 @@ def test_names_of_the_vae_are_those_of_the_publisher(original: Path) -> None:
     assert converted == {VAE_NAMES.from_original(name): name for name in names}
 
 
-@pytest.mark.parametrize("form", ["list", "folder", "repository", "base path", "prefixed"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "list",
+        "repository",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("folder", "base path", "prefixed")),
+    ],
+)
 def test_training_is_that_of_the_diffusers_folder(
     tiny: Path, original: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:

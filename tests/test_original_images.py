@@ -211,7 +211,9 @@ def test_whole_weights_are_exported(
     _assert_same(load_file(output), {prefix + name: value for name, value in expected.items()})
 
 
-@pytest.mark.parametrize("variant", IMAGES)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if "flux" in name else []) for name in IMAGES]
+)
 def test_training_from_a_list_is_that_from_the_diffusers_folder(
     tiny_models: TinyModels, originals: TinyModels, clips: Path, tmp_path: Path, variant: str
 ) -> None:
