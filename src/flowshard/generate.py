@@ -113,6 +113,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
+    if variant.experts is not None and source.folder is None:
+        raise UserError(
+            f"--model: {variant.name} has two transformers, which single files do not tell apart; give a folder in the "
+            f"diffusers layout, for example {variant.hub_id}"
+        )
     if variant.experts is not None and (options.lora is not None or options.weights is not None):
         raise UserError(
             f"--lora, --weights: {variant.name} has two transformers; give --lora-high and --lora-low, and trained weights "
@@ -151,6 +156,7 @@ def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict
             raise UserError(f"--input {column}=FILE: {variant.name} needs it")
         if one.kind != "images" and len(files.get(column, ())) > 1:
             raise UserError(f"--input {column}: takes one file")
+    family.check_given(files.keys(), where="--input: ")
     return files
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -94,7 +94,8 @@ class Family(ABC):
     frame_stride: ClassVar[int]
     """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
     block_lists: ClassVar[Mapping[str, str]]
-    """Name of each list of blocks in the transformer to the entry of its config that says how many there are."""
+    """Name of each list of blocks in the transformer to the entry of its config that says how many there are, or lists
+    them."""
     heads_setting: ClassVar[str]
     """Entry of the transformer's config that says how many attention heads it has."""
     lora_targets: ClassVar[tuple[str, ...]]
@@ -130,6 +131,21 @@ class Family(ABC):
                 f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
                 f"{lower + self.frame_stride}"
             )
+
+    def check_given(self, columns: Set[str], *, where: str) -> None:
+        """Refuse a sample for which not enough of the inputs is given, where it takes more than `Input.required` to say.
+
+        Args:
+            columns: of the inputs that are given.
+            where: begins the message of an error.
+
+        Raises:
+            UserError: naming the columns.
+        """
+
+    def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""
+        return {key: min(layers, config.get(key, layers)) for key in self.block_lists.values()}
 
     def token_count(self, height: int, width: int, frames: int) -> int:
         """Image or video tokens of a sample of a size that `check_size` accepts."""
@@ -171,7 +187,7 @@ class Family(ABC):
         return self.make_pipeline(source, None, dtype=dtype).to(device)
 
     def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype, **parts: Any) -> Any:
-        """The stock pipeline with this transformer, or without one; its VAE in float32, as media are encoded.
+        """The stock pipeline with this transformer, or without one; what encodes media is in float32.
 
         Args:
             source: the model's files.
@@ -182,7 +198,7 @@ class Family(ABC):
         import diffusers
         import torch
 
-        types = {"default": dtype, "vae": torch.float32}
+        types = {"default": dtype, **dict.fromkeys(self.media_components, torch.float32)}
         return getattr(diffusers, self.pipeline_class).from_pretrained(
             source.folder,
             transformer=transformer,
@@ -243,7 +259,8 @@ class Family(ABC):
             inputs: what there is of `Family.inputs`.
 
         Returns:
-            CPU tensors, which become conditions beside those of `encode_text`.
+            CPU tensors, which become conditions beside those of `encode_text`; `latents` takes the place of those of
+            `encode_media`.
         """
         return {}
 

@@ -156,7 +156,7 @@ def _is_original(path: str) -> bool:
 def _from_files(entries: list[str], family: Family, variant: Variant, option: str) -> ModelSource:
     if family.original_weights is None:
         raise UserError(
-            f"{option}: {', '.join(entries)}: {family.name} is read in the diffusers layout only; give a folder with a "
+            f"{option}: {', '.join(entries)}: {variant.name} is read in the diffusers layout only; give a folder with a "
             f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
         )
     files = [file for entry in entries for file in _expand(entry, family, option)]

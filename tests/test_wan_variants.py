@@ -1,0 +1,387 @@
+"""The Wan variants with conditions besides the prompt, or two transformers, against the stock pipelines."""
+
+import inspect
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from PIL import Image
+
+from flowshard.cli import main
+from flowshard.config_file import load_config
+from flowshard.data.media import read_frames, write_video
+from flowshard.errors import UserError
+from flowshard.families import Family, Variant, find_variant
+from flowshard.objective.sigmas import NoiseLevels
+from flowshard.parallel.plan import install_plan
+from flowshard.parity.command import ParityOptions, parity
+from flowshard.train.build import loss_function
+from flowshard.train.inputs import check_inputs
+from tests import runs
+from tests.conftest import REPOSITORY
+from tests.runs import relative_error
+from tests.test_families import Undivided, _assert_equal_gradients
+
+VARIANTS = (
+    "wan2.1-i2v-14b-480p",
+    "wan2.1-flf2v-14b-720p",
+    "wan2.2-t2v-a14b",
+    "wan2.2-i2v-a14b",
+    "wan2.2-ti2v-5b",
+    "wan2.1-vace-1.3b",
+    "wan2.2-vace-fun-a14b",
+)
+SAME_CODE = ("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-vace-14b")
+"""Variants that differ from another one in size alone."""
+HEIGHT, WIDTH, FRAMES = 64, 32, 5
+PROMPT = "a rabbit"
+TinyModels = Callable[[str], Path]
+INPUTS = {
+    "input_image": "first.png",
+    "end_image": "last.png",
+    "vace_video": "control.mp4",
+    "vace_video_mask": "mask.png",
+    "vace_reference_image": "reference.png",
+}
+
+
+@dataclass
+class Case:
+    """A variant and the stock pipeline of its tiny model."""
+
+    name: str
+    family: Family
+    variant: Variant
+    pipeline: Any
+    folder: Path
+    data: Path
+
+    def config(self, output: Path, *overrides: str, metadata: str | None = None) -> Any:
+        """A small run; `metadata` names the file, by default the one with all inputs of the variant."""
+        expert = () if self.variant.experts is None else ("model.expert=high",)
+        size = (f"data.height={HEIGHT}", f"data.width={WIDTH}", f"data.frames={FRAMES}")
+        file = f"data.metadata={self.data / (metadata or f'{self.family.pipeline_class}.csv')}"
+        return runs.config(
+            self.folder, self.data, output, f"model.variant={self.name}", *expert, *size, file, *overrides
+        )
+
+    def batch(self, output: Path, *overrides: str, **more: str) -> Any:
+        """The first micro-batch of such a run."""
+        return next(runs.batches(check_inputs(self.config(output, *overrides, **more))).micro_batches(0))
+
+    def stock(self, **more: Any) -> Any:
+        """Call the stock pipeline with the inputs of the metadata, without classifier-free guidance."""
+        given = {one.column for one in self.family.inputs}
+        picture = {name: Image.open(self.data / file) for name, file in INPUTS.items() if file.endswith("png")}
+        own: dict[str, Any] = {"input_image": {"image": picture["input_image"]}}
+        own["end_image"] = {"last_image": picture["end_image"]}
+        own["vace_video"] = {"video": self.control()}
+        own["vace_video_mask"] = {"mask": [picture["vace_video_mask"]] * FRAMES}
+        own["vace_reference_image"] = {"reference_images": [picture["vace_reference_image"]]}
+        arguments = {key: value for column in given for key, value in own[column].items()}
+        fixed = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "max_sequence_length": 512, "prompt": PROMPT}
+        steps = 2 if self.variant.experts is None else 4
+        rest = {"guidance_scale": 1.0, "num_inference_steps": steps, "output_type": "latent"}
+        return self.pipeline(**{**fixed, **arguments, **rest, **more}).frames
+
+    def control(self) -> list[Image.Image]:
+        """The clip that VACE gets."""
+        clip = read_frames(self.data / "control.mp4", height=HEIGHT, width=WIDTH, frames=FRAMES, where="")
+        return [Image.fromarray(frame) for frame in clip]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, clips: Path) -> Path:
+    """A clip, and everything that a model can get besides its prompt; pictures that no clip contains."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copy(clips / "clip_0.mp4", folder)
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH] / 12
+    for seed, name in enumerate(("first", "last", "reference")):
+        waves = np.stack([np.sin(x + y * seed), np.cos(y - x + seed), np.sin(2 * y + seed)], axis=-1)
+        Image.fromarray(((waves + 1) * 127).astype(np.uint8)).save(folder / f"{name}.png")
+    Image.open(folder / "reference.png").resize((24, 40)).save(folder / "reference.png")
+    Image.fromarray(np.where(x > 1, 255, 0).astype(np.uint8)).convert("RGB").save(folder / "mask.png")
+    shades = np.linspace(30, 200, FRAMES, dtype=np.uint8)[:, None, None, None]
+    write_video(folder / "control.mp4", np.broadcast_to(shades, (FRAMES, HEIGHT, WIDTH, 3)).copy(), fps=8)
+    (folder / "plain.csv").write_text(f"video,prompt\nclip_0.mp4,{PROMPT}\n")
+    for pipeline, columns in {
+        "WanPipeline": ["input_image"],
+        "WanImageToVideoPipeline": ["input_image", "end_image"],
+        "WanVACEPipeline": ["vace_video", "vace_video_mask", "vace_reference_image"],
+    }.items():
+        files = ",".join(INPUTS[column] for column in columns)
+        text = f"video,prompt,{','.join(columns)}\nclip_0.mp4,{PROMPT},{files}\n"
+        (folder / f"{pipeline}.csv").write_text(text)
+    (folder / "mask_alone.csv").write_text(f"video,prompt,vace_video_mask\nclip_0.mp4,{PROMPT},mask.png\n")
+    (folder / "picture.csv").write_text(f"image,prompt\nfirst.png,{PROMPT}\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request: pytest.FixtureRequest, tiny_models: TinyModels, data: Path) -> Case:
+    return _case(request.param, tiny_models, data)
+
+
+@pytest.fixture(scope="module")
+def ti2v(tiny_models: TinyModels, data: Path) -> Case:
+    return _case("wan2.2-ti2v-5b", tiny_models, data)
+
+
+def _case(name: str, tiny_models: TinyModels, data: Path) -> Case:
+    family, variant = find_variant(name, option="VARIANT")
+    folder = tiny_models(name)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipeline).__name__ == family.pipeline_class
+    if family.pipeline_class == "WanPipeline" and family.inputs:
+        pipeline = WanImageToVideoPipeline(**pipeline.components, expand_timesteps=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return Case(name, family, variant, pipeline, folder, data)
+
+
+@dataclass
+class Call:
+    """A step of the stock pipeline."""
+
+    model: Any
+    arguments: dict[str, Any]
+    prediction: torch.Tensor
+    sigma: torch.Tensor = torch.empty(0)
+    sample: torch.Tensor = torch.empty(0)
+
+
+def _record(pipeline: Any, patch: pytest.MonkeyPatch) -> list[Call]:
+    """Notes what the transformers of a pipeline get and give, and what the scheduler does with it."""
+    calls: list[Call] = []
+
+    def forward(model: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        given = inspect.signature(stock).bind(*args, **kwargs).arguments
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        calls.append(Call(model, tensors, output[0].clone()))
+        return output
+
+    def step(stock: Any, prediction: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor, **more: Any) -> Any:
+        calls[-1].sigma, calls[-1].sample = timestep.reshape(1) / 1000, sample.clone()
+        return stock(prediction, timestep, sample, **more)
+
+    for model in (pipeline.transformer, getattr(pipeline, "transformer_2", None)):
+        if model is not None:
+            patch.setattr(model, "forward", partial(forward, model, model.forward))
+    patch.setattr(pipeline.scheduler, "step", partial(step, pipeline.scheduler.step))
+    return calls
+
+
+def _assert_same_call(case: Case, calls: list[Call], conditions: dict[str, torch.Tensor]) -> None:
+    for call in list(calls):
+        before = len(calls)
+        with torch.no_grad():
+            case.family.denoise(call.model, call.sample, call.sigma, conditions)
+        own = calls[before]
+        call.arguments.pop("control_hidden_states_scale", None)  # ones, the model's default
+        assert own.arguments.keys() == call.arguments.keys()
+        for name, expected in call.arguments.items():
+            assert relative_error(own.arguments[name].float(), expected.float()) <= 1e-6, name
+        assert relative_error(own.prediction, call.prediction) <= 1e-6
+
+
+def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the files that the metadata names: latents, masks, CLIP embedding, timesteps, and which transformer."""
+    batch = case.batch(tmp_path / "run", "train.global_batch=1")
+    calls = _record(case.pipeline, monkeypatch)
+    case.stock()
+    steps = list(calls)
+    _assert_same_call(case, calls, batch.conditions)
+    assert batch.latents.shape == steps[0].sample.shape
+    for call in steps if case.variant.experts else ():
+        low, high = case.variant.experts["high" if call.model is case.pipeline.transformer else "low"]
+        assert low <= float(call.sigma) <= high
+    experts = {id(call.model) for call in steps}
+    assert len(experts) == (2 if case.variant.experts else 1)
+
+
+def test_a_picture_is_trained_as_text_to_image(
+    ti2v: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: TinyModels
+) -> None:
+    pipeline = DiffusionPipeline.from_pretrained(ti2v.folder)
+    batch = ti2v.batch(tmp_path / "run", "train.global_batch=1", metadata="picture.csv")
+    calls = _record(pipeline, monkeypatch)
+    size = {"height": HEIGHT, "width": WIDTH, "num_frames": 1, "num_inference_steps": 2}
+    pipeline(prompt=PROMPT, guidance_scale=1.0, output_type="latent", **size)
+    assert calls[1].arguments["timestep"].ndim == 2
+    _assert_same_call(ti2v, calls, batch.conditions)
+    assert torch.equal(ti2v.family.learned(batch.latents), batch.latents)
+
+
+def test_our_processors_equal_the_stock_ones_on_one_process(case: Case, tmp_path: Path) -> None:
+    """Two samples in a batch; the output and every gradient."""
+    batch = case.batch(tmp_path / "run", "train.global_batch=2", "train.micro_batch=2")
+    outcomes = []
+    for own in (False, True):
+        model = type(case.pipeline.transformer).from_pretrained(case.folder / "transformer")
+        if own:
+            tokens = Undivided()
+            plan = case.family.sequence_plan(model, tokens)
+            assert set(plan.processors) == {name for name, _ in model.named_modules() if name.endswith(".attn1")}
+            install_plan(model, plan, tokens)
+        output = case.family.denoise(model, batch.noise, torch.tensor([0.7, 0.2]), batch.conditions)
+        output.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert len(gradients) == len(list(model.parameters()))
+        outcomes.append((output.detach(), gradients))
+    (expected, gradients), (found, others) = outcomes
+    assert relative_error(found, expected) <= 1e-6
+    _assert_equal_gradients(others, gradients)
+
+
+def test_the_first_latent_frame_of_ti2v_takes_no_part_in_the_loss(ti2v: Case, tmp_path: Path) -> None:
+    batch = ti2v.batch(tmp_path / "run", "train.global_batch=1")
+    loss = loss_function(ti2v.family, dtype=torch.float32, device=torch.device("cpu"))
+
+    def value(frame: int | None, name: str = "latents") -> float:
+        tensors = {key: tensor.clone() for key, tensor in batch.tensors().items()}
+        if frame is not None:
+            tensors[name][:, :, frame] += 1.0
+        with torch.no_grad():
+            return float(loss(ti2v.pipeline.transformer, tensors))
+
+    assert value(0) == value(0, "noise") == value(None)
+    assert value(1) != value(None) != value(0, "first_frame")
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "a14b" in name])
+def test_an_expert_learns_its_own_noise_levels(
+    tiny_models: TinyModels, data: Path, tmp_path: Path, variant: str
+) -> None:
+    case = _case(variant, tiny_models, data)
+    assert case.variant.experts is not None
+    draws = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    for expert, (low, high) in case.variant.experts.items():
+        inputs = check_inputs(case.config(tmp_path / "run", f"model.expert={expert}"))
+        assert inputs.source.transformer.name == ("transformer" if expert == "high" else "transformer_2")
+        sigmas = NoiseLevels(inputs.config.objective, inputs.shift).sigmas(draws)
+        assert low <= float(sigmas.min()) < low + 0.01 and high - 0.02 < float(sigmas.max()) <= high
+        for step in range(3) if expert == "low" else ():
+            for batch in runs.batches(inputs).micro_batches(step):
+                assert low <= float(batch.sigma.min()) <= float(batch.sigma.max()) <= high
+    for change, message in (
+        ("model.expert=null", "model.expert: .* has two transformers; set model.expert to high"),
+        ("objective.sigma_range=[0.2,1.0]", r"objective.sigma_range: \[0.2, 1\] is not inside"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_inputs(case.config(tmp_path / "run", change))
+    one = _case("wan2.1-i2v-14b-480p", tiny_models, data)
+    with pytest.raises(UserError, match="model.expert: 'low', but wan2.1-i2v-14b-480p has one transformer"):
+        check_inputs(one.config(tmp_path / "run", "model.expert=low"))
+
+
+def test_what_no_column_gives_comes_from_the_clip_or_is_refused(case: Case, tmp_path: Path) -> None:
+    if "vace" in case.name:
+        for metadata in ("plain.csv", "mask_alone.csv"):
+            with pytest.raises(UserError, match="row 1: has no 'vace_video' and no 'vace_reference_image'"):
+                check_inputs(case.config(tmp_path / "run", metadata=metadata))
+        return
+    found = case.batch(tmp_path / "run", "train.global_batch=1", metadata="plain.csv").conditions
+    frames = read_frames(case.data / "clip_0.mp4", height=HEIGHT, width=WIDTH, frames=FRAMES, where="")
+    own = {"input_image": frames[:1], "end_image": frames[-1:]}
+    inputs = {one.column: own[one.column] for one in case.family.inputs}
+    expected = case.family.encode_inputs(case.pipeline, frames, inputs)
+    assert found.keys() == expected.keys() | {"prompt_embeds"}
+    for name, tensor in expected.items():
+        assert relative_error(found[name][0], tensor) <= 1e-6
+    if case.family.pipeline_class == "WanImageToVideoPipeline":
+        with pytest.raises(UserError, match="picture.csv: row 1: first.png is a picture: frames: 1, but image to video"):
+            check_inputs(case.config(tmp_path / "run", metadata="picture.csv"))
+
+
+def test_generate_equals_the_stock_pipeline(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    monkeypatch.setattr("flowshard.generate.write_video", lambda path, frames, fps: written.append(frames) or _touch(path))
+    steps = "2" if case.variant.experts is None else "4"
+    size = ["--height", str(HEIGHT), "--width", str(WIDTH), "--frames", str(FRAMES), "--steps", steps, "--guidance", "3"]
+    model = ["--model", str(case.folder), "--variant", case.name, "--dtype", "float32", "--device", "cpu"]
+    given = [f"--input={one.column}={case.data / INPUTS[one.column]}" for one in case.family.inputs]
+    command = ["generate", *model, *size, "--prompt", PROMPT, "--output", str(tmp_path / "clip.mp4")]
+    assert main([*command, *given]) == 0
+    stock = case.stock(guidance_scale=3.0, generator=torch.Generator().manual_seed(0), output_type="np")[0]
+    assert np.array_equal(written[0], (stock * 255).round().astype(np.uint8))
+    if given and case.name != "wan2.2-ti2v-5b":
+        capsys.readouterr()
+        assert main(command) == 2
+        assert case.family.inputs[0].column in capsys.readouterr().err
+
+
+def _touch(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path) -> None:
+    expert = [] if case.variant.experts is None else ["model.expert=low"]
+    options = (*expert, "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
+    config = case.config(tmp_path / "run", *options)
+    checkpoint = runs.run(config)
+    pipeline = DiffusionPipeline.from_pretrained(case.folder)
+    batch = case.batch(tmp_path / "again", "train.global_batch=1")
+
+    def predict(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return case.family.denoise(model, batch.noise, torch.tensor([0.5]), batch.conditions)
+
+    model = pipeline.transformer_2 if expert else pipeline.transformer
+    filled = runs.fill_model(check_inputs(case.config(tmp_path / "loaded", *expert, f"lora.init_from={checkpoint}")))
+    base, trained = predict(model), predict(filled.model.eval())
+    where = {"load_into_transformer_2": True} if expert else {}
+    pipeline.load_lora_weights(str(checkpoint), weight_name="lora.safetensors", **where)
+    assert relative_error(trained, base) > 1e-3
+    assert relative_error(predict(model), trained) <= 1e-5
+
+
+def test_the_branch_of_vace_can_be_trained_alone(tiny_models: TinyModels, data: Path, tmp_path: Path) -> None:
+    case = _case("wan2.1-vace-1.3b", tiny_models, data)
+    options = ("train.method=full", "train.modules=[vace_*]", "train.steps=1", "train.global_batch=1")
+    checkpoint = runs.run(case.config(tmp_path / "run", *options))
+    before = case.pipeline.transformer.state_dict()
+    after = type(case.pipeline.transformer).from_pretrained(checkpoint / "transformer").state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("vace_") for name in changed)
+    # Of three layers the first two; the branch has blocks at the first and the third.
+    shorter = runs.fill_model(check_inputs(case.config(tmp_path / "short", "model.layers=2"))).model
+    assert (len(shorter.blocks), len(shorter.vace_blocks)) == (2, 1)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *SAME_CODE])
+def test_the_example_starts_with_the_published_model(name: str, tmp_path: Path, tiny_models: TinyModels) -> None:
+    file = REPOSITORY / "examples" / f"{name}_lora.yaml"
+    config = load_config(file)
+    _, variant = find_variant(name, option="")
+    assert (config.model.variant, config.model.path) == (name, variant.hub_id)
+    assert config.data.frames <= 25 and config.train.global_batch == 4
+    inputs = check_inputs(load_config(file, [f"model.path={tiny_models(name)}", f"output={tmp_path / 'run'}"]))
+    assert inputs.source.config["num_attention_heads"] == variant.heads
+    assert inputs.shift == variant.scheduler["flow_shift"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_layout_equals_one_process(
+    tiny_models: TinyModels, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["data.height=64", "data.width=64", "data.frames=5", "model.dtype=float32"]
+    options = ParityOptions(
+        config=str(REPOSITORY / "examples" / f"{name}_lora.yaml"),
+        overrides=[f"model.path={tiny_models(name)}", *size],
+        layouts=["single", "zero3:2,activations=offload", "sp:2"],
+        steps=2,
+    )
+    parity(options)
+    assert "all layouts agree" in capsys.readouterr().out
