@@ -22,7 +22,7 @@ from flowshard.families import Family, Variant, find_variant
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.plan import install_plan
 from flowshard.parallel.processes import Processes
-from flowshard.parity.command import ParityOptions, parity
+from flowshard.parity.command import parity
 from flowshard.train.build import loss_function
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
@@ -30,6 +30,7 @@ from tests import runs
 from tests.conftest import REPOSITORY
 from tests.runs import relative_error
 from tests.test_families import Undivided, _assert_equal_gradients, _Keeper
+from tests.test_layouts_agree import options
 
 VARIANTS = (
     "wan2.1-i2v-14b-480p",
@@ -121,6 +122,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, clips: Path) -> Path:
         files = ",".join(INPUTS[column] for column in columns)
         text = f"video,prompt,{','.join(columns)}\nclip_0.mp4,{PROMPT},{files}\n"
         (folder / f"{pipeline}.csv").write_text(text)
+    mixed = f"clip_0.mp4,{PROMPT},control.mp4,\nclip_0.mp4,{PROMPT},control.mp4,reference.png\n"
+    (folder / "mixed.csv").write_text(f"video,prompt,vace_video,vace_reference_image\n{mixed}")
     (folder / "mask_alone.csv").write_text(f"video,prompt,vace_video_mask\nclip_0.mp4,{PROMPT},mask.png\n")
     (folder / "picture.csv").write_text(f"image,prompt\nfirst.png,{PROMPT}\n")
     return folder
@@ -154,8 +157,8 @@ class Call:
     model: Any
     arguments: dict[str, Any]
     prediction: torch.Tensor
-    sigma: torch.Tensor = torch.empty(0)
-    sample: torch.Tensor = torch.empty(0)
+    sigma: Any = None
+    sample: Any = None
 
 
 def _record(pipeline: Any, patch: pytest.MonkeyPatch) -> list[Call]:
@@ -203,16 +206,16 @@ def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
     steps = list(calls)
     _assert_same_call(case, calls, batch.conditions)
     assert batch.latents.shape == steps[0].sample.shape
-    for call in steps if case.variant.experts else ():
-        low, high = case.variant.experts["high" if call.model is case.pipeline.transformer else "low"]
+    if "vace" in case.name:  # the reference picture, as the branch gets it, before the clip
+        assert torch.equal(batch.latents[:, :, 0], batch.conditions["control"][:, :16, 0])
+    experts = case.variant.experts or {"high": (0.0, 1.0)}
+    for call in steps:
+        low, high = experts["high" if call.model is case.pipeline.transformer else "low"]
         assert low <= float(call.sigma) <= high
-    experts = {id(call.model) for call in steps}
-    assert len(experts) == (2 if case.variant.experts else 1)
+    assert len({id(call.model) for call in steps}) == len(experts)
 
 
-def test_a_picture_is_trained_as_text_to_image(
-    ti2v: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_models: TinyModels
-) -> None:
+def test_a_picture_is_trained_as_text_to_image(ti2v: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = DiffusionPipeline.from_pretrained(ti2v.folder)
     batch = ti2v.batch(tmp_path / "run", "train.global_batch=1", metadata="picture.csv")
     calls = _record(pipeline, monkeypatch)
@@ -282,7 +285,7 @@ def test_an_expert_learns_its_own_noise_levels(
         with pytest.raises(UserError, match=message):
             check_inputs(case.config(tmp_path / "run", change))
     one = _case("wan2.1-i2v-14b-480p", tiny_models, data)
-    with pytest.raises(UserError, match="model.expert: 'low', but wan2.1-i2v-14b-480p has one transformer"):
+    with pytest.raises(UserError, match=r"model.expert: 'low', but wan2.1-i2v-14b-480p has one transformer"):
         check_inputs(one.config(tmp_path / "run", "model.expert=low"))
 
 
@@ -291,6 +294,8 @@ def test_what_no_column_gives_comes_from_the_clip_or_is_refused(case: Case, tmp_
         for metadata in ("plain.csv", "mask_alone.csv"):
             with pytest.raises(UserError, match="row 1: has no 'vace_video' and no 'vace_reference_image'"):
                 check_inputs(case.config(tmp_path / "run", metadata=metadata))
+        with pytest.raises(UserError, match=r"the rows 1 and 2 have 0 and 1 files of 'vace_reference_image'"):
+            check_inputs(case.config(tmp_path / "run", "train.micro_batch=2", metadata="mixed.csv"))
         return
     found = case.batch(tmp_path / "run", "train.global_batch=1", metadata="plain.csv").conditions
     frames = read_frames(case.data / "clip_0.mp4", height=HEIGHT, width=WIDTH, frames=FRAMES, where="")
@@ -301,17 +306,35 @@ def test_what_no_column_gives_comes_from_the_clip_or_is_refused(case: Case, tmp_
     for name, tensor in expected.items():
         assert relative_error(found[name][0], tensor) <= 1e-6
     if case.family.pipeline_class == "WanImageToVideoPipeline":
-        with pytest.raises(UserError, match="picture.csv: row 1: first.png is a picture: frames: 1, but image to video"):
+        with pytest.raises(
+            UserError, match=r"picture.csv: row 1: first.png is a picture: frames: 1, but image to video"
+        ):
             check_inputs(case.config(tmp_path / "run", metadata="picture.csv"))
 
 
 def test_generate_equals_the_stock_pipeline(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = []
-    monkeypatch.setattr("flowshard.generate.write_video", lambda path, frames, fps: written.append(frames) or _touch(path))
+    written: list[np.ndarray] = []
+
+    def write(path: Path, frames: np.ndarray, *, fps: int) -> None:
+        path.write_bytes(bytes(fps))
+        written.append(frames)
+
+    monkeypatch.setattr("flowshard.generate.write_video", write)
     steps = "2" if case.variant.experts is None else "4"
-    size = ["--height", str(HEIGHT), "--width", str(WIDTH), "--frames", str(FRAMES), "--steps", steps, "--guidance", "3"]
+    size = [
+        "--height",
+        str(HEIGHT),
+        "--width",
+        str(WIDTH),
+        "--frames",
+        str(FRAMES),
+        "--steps",
+        steps,
+        "--guidance",
+        "3",
+    ]
     model = ["--model", str(case.folder), "--variant", case.name, "--dtype", "float32", "--device", "cpu"]
     given = [f"--input={one.column}={case.data / INPUTS[one.column]}" for one in case.family.inputs]
     command = ["generate", *model, *size, "--prompt", PROMPT, "--output", str(tmp_path / "clip.mp4")]
@@ -324,14 +347,10 @@ def test_generate_equals_the_stock_pipeline(
         assert case.family.inputs[0].column in capsys.readouterr().err
 
 
-def _touch(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path) -> None:
     expert = [] if case.variant.experts is None else ["model.expert=low"]
-    options = (*expert, "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
-    inputs = check_inputs(case.config(tmp_path / "run", *options))
+    run = (*expert, "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
+    inputs = check_inputs(case.config(tmp_path / "run", *run))
     keeper = _Keeper()
     checkpoint = train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), keeper)
     assert checkpoint is not None
@@ -352,14 +371,14 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path
 
 def test_the_branch_of_vace_can_be_trained_alone(tiny_models: TinyModels, data: Path, tmp_path: Path) -> None:
     case = _case("wan2.1-vace-1.3b", tiny_models, data)
-    options = ("train.method=full", "train.modules=[vace_*]", "train.steps=1", "train.global_batch=1")
-    checkpoint = runs.run(case.config(tmp_path / "run", *options))
+    run = ("train.method=full", "train.modules=[vace_*]", "train.steps=1", "train.global_batch=1")
+    checkpoint = runs.run(case.config(tmp_path / "run", *run))
     before = case.pipeline.transformer.state_dict()
     after = type(case.pipeline.transformer).from_pretrained(checkpoint / "transformer").state_dict()
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed and all(name.startswith("vace_") for name in changed)
     # Of three layers the first two; the branch has blocks at the first and the third.
-    shorter = runs.fill_model(check_inputs(case.config(tmp_path / "short", "model.layers=2"))).model
+    shorter: Any = runs.fill_model(check_inputs(case.config(tmp_path / "short", "model.layers=2"))).model
     assert (len(shorter.blocks), len(shorter.vace_blocks)) == (2, 1)
 
 
@@ -380,16 +399,8 @@ def test_the_example_starts_with_the_published_model(name: str, tmp_path: Path, 
 def test_every_layout_equals_one_process(
     tiny_models: TinyModels, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    size = ["data.height=64", "data.width=64", "data.frames=5", "model.dtype=float32"]
-    options = ParityOptions(
-        config=str(REPOSITORY / "examples" / f"{name}_lora.yaml"),
-        overrides=[f"model.path={tiny_models(name)}", *size],
-        layouts=["single", "zero3:2,activations=offload", "sp:2"],
-        steps=2,
-        tolerance=None,
-        json=None,
-        layers=None,
-        fault=None,
-    )
-    parity(options)
+    file = REPOSITORY / "examples" / f"{name}_lora.yaml"
+    data = (f"data.metadata={REPOSITORY / load_config(file).data.metadata}", "data.height=64", "data.width=64")
+    layouts = ["single", "zero3:2,activations=offload", "sp:2"]
+    parity(options(tiny_models(name), layouts, *data, "memory.activations=keep", config=str(file), steps=2))
     assert "all layouts agree" in capsys.readouterr().out

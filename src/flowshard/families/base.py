@@ -142,6 +142,7 @@ class Family(ABC):
         Raises:
             UserError: naming the columns.
         """
+        del columns, where
 
     def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""

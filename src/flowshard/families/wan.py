@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
 from flowshard.families import wan_files
@@ -67,7 +67,7 @@ class Wan(Family):
     }
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    media_components = ("vae",)
+    media_components: ClassVar[tuple[str, ...]] = ("vae",)
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = True
     spatial_multiple = 16
@@ -115,7 +115,7 @@ class Wan(Family):
     )
     encoding_version = 1
 
-    original_weights = wan_files.WEIGHTS
+    original_weights: ClassVar[str | None] = wan_files.WEIGHTS
     original_parts = {
         "text_encoder": wan_files.TEXT_ENCODER,
         "vae": wan_files.VAE,
@@ -186,9 +186,9 @@ class Wan(Family):
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
-        prediction: torch.Tensor = transformer(
-            **self.transformer_inputs(noisy, sigma, conditions), return_dict=False
-        )[0]
+        prediction: torch.Tensor = transformer(**self.transformer_inputs(noisy, sigma, conditions), return_dict=False)[
+            0
+        ]
         return prediction
 
     def transformer_inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors) -> Tensors:

@@ -6,7 +6,7 @@ The 14B models of Wan 2.1 also attend to a CLIP embedding of the pictures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
 
@@ -47,8 +47,8 @@ class WanImage(Wan):
         )
     }
     pipeline_class = "WanImageToVideoPipeline"
-    inputs = (FIRST,)
-    media_components = ("vae", "image_encoder", "image_processor")
+    inputs: ClassVar[tuple[Input, ...]] = (FIRST,)
+    media_components: ClassVar[tuple[str, ...]] = ("vae", "image_encoder", "image_processor")
     original_weights = None
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
