@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from PIL import Image
 
 from flowshard.cli import main
@@ -382,6 +383,14 @@ def test_the_branch_of_vace_can_be_trained_alone(tiny_models: TinyModels, data: 
     assert (len(shorter.blocks), len(shorter.vace_blocks)) == (2, 1)
 
 
+def test_layers_have_the_names_of_the_publisher(case: Case) -> None:
+    """In exported LoRA files; against diffusers' own converter, which does not know the places of FLF2V."""
+    ours = list(case.pipeline.transformer.state_dict())
+    pairs = {name: case.family.names.to_original(name) for name in ours if "pos_embed" not in name}
+    assert {case.family.names.from_original(str(theirs)): theirs for theirs in pairs.values()} == pairs
+    assert convert_wan_transformer_to_diffusers({theirs: theirs for theirs in pairs.values()}) == pairs
+
+
 @pytest.mark.parametrize("name", [*VARIANTS, *SAME_CODE])
 def test_the_example_starts_with_the_published_model(name: str, tmp_path: Path, tiny_models: TinyModels) -> None:
     file = REPOSITORY / "examples" / f"{name}_lora.yaml"
@@ -402,5 +411,5 @@ def test_every_layout_equals_one_process(
     file = REPOSITORY / "examples" / f"{name}_lora.yaml"
     data = (f"data.metadata={REPOSITORY / load_config(file).data.metadata}", "data.height=64", "data.width=64")
     layouts = ["single", "zero3:2,activations=offload", "sp:2"]
-    parity(options(tiny_models(name), layouts, *data, "memory.activations=keep", config=str(file), steps=2))
+    parity(options(tiny_models(name), layouts, *data, config=str(file), steps=2))
     assert "all layouts agree" in capsys.readouterr().out

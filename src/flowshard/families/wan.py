@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
-from flowshard.families import wan_files
+from flowshard.families import wan_files, wan_names
 from flowshard.families.base import Family, Sampling, Variant, as_bytes
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
-from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,34 +84,7 @@ class Wan(Family):
         "ffn.0": ("ffn.net.0.proj",),
         "ffn.2": ("ffn.net.2",),
     }
-    names = Vocabulary(
-        [
-            ("patch_embedding", "patch_embedding"),
-            ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
-            ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
-            ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
-            ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
-            ("condition_embedder.time_proj", "time_projection.1"),
-            ("blocks.*.norm2", "blocks.*.norm3"),
-            ("blocks.*.scale_shift_table", "blocks.*.modulation"),
-            ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.0"),
-            ("blocks.*.ffn.net.2", "blocks.*.ffn.2"),
-            ("scale_shift_table", "head.modulation"),
-            ("proj_out", "head.head"),
-            *(
-                (f"blocks.*.{ours}.{layer}", f"blocks.*.{theirs}.{original}")
-                for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-                for layer, original in (
-                    ("to_q", "q"),
-                    ("to_k", "k"),
-                    ("to_v", "v"),
-                    ("to_out.0", "o"),
-                    ("norm_q", "norm_q"),
-                    ("norm_k", "norm_k"),
-                )
-            ),
-        ]
-    )
+    names = wan_names.TEXT
     encoding_version = 1
 
     original_weights: ClassVar[str | None] = wan_files.WEIGHTS

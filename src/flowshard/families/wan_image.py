@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from PIL import Image
 
 from flowshard.errors import UserError
+from flowshard.families import wan_names
 from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.wan import Wan, experts
 
@@ -50,6 +51,7 @@ class WanImage(Wan):
     inputs: ClassVar[tuple[Input, ...]] = (FIRST,)
     media_components: ClassVar[tuple[str, ...]] = ("vae", "image_encoder", "image_processor")
     original_weights = None
+    names = wan_names.IMAGE
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         super().check_size(height, width, frames, where=where)

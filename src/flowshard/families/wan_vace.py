@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from flowshard.errors import UserError
+from flowshard.families import wan_names
 from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.families.wan import PATCH, Wan, experts
@@ -65,6 +66,7 @@ class WanVace(Wan):
     inputs = (VIDEO, MASK, REFERENCES)
     block_lists = {"vace_blocks": "vace_layers", "blocks": "num_layers"}
     original_weights = None
+    names = wan_names.VACE
 
     def check_given(self, columns: Set[str], *, where: str) -> None:
         if not columns & {VIDEO.column, REFERENCES.column}:
