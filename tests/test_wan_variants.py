@@ -1,25 +1,19 @@
 """The Wan variants with conditions besides the prompt, or two transformers, against the stock pipelines."""
 
-import inspect
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from diffusers import DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from PIL import Image
 
 from flowshard.cli import main
 from flowshard.config_file import load_config
-from flowshard.data.media import read_frames, write_video
+from flowshard.data.media import read_frames
 from flowshard.errors import UserError
-from flowshard.families import Family, Variant, find_variant
+from flowshard.families import find_variant
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.plan import install_plan
 from flowshard.parallel.processes import Processes
@@ -32,6 +26,19 @@ from tests.conftest import REPOSITORY
 from tests.runs import relative_error
 from tests.test_families import Undivided, _assert_equal_gradients, _Keeper
 from tests.test_layouts_agree import options
+from tests.wan_variants import (
+    FRAMES,
+    HEIGHT,
+    INPUTS,
+    PROMPT,
+    WIDTH,
+    Case,
+    TinyModels,
+    assert_same_calls,
+    open_case,
+    record,
+    write_data,
+)
 
 VARIANTS = (
     "wan2.1-i2v-14b-480p",
@@ -44,157 +51,23 @@ VARIANTS = (
 )
 SAME_CODE = ("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.1-vace-14b")
 """Variants that differ from another one in size alone."""
-HEIGHT, WIDTH, FRAMES = 64, 32, 5
-PROMPT = "a rabbit"
-TinyModels = Callable[[str], Path]
-INPUTS = {
-    "input_image": "first.png",
-    "end_image": "last.png",
-    "vace_video": "control.mp4",
-    "vace_video_mask": "mask.png",
-    "vace_reference_image": "reference.png",
-}
-
-
-@dataclass
-class Case:
-    """A variant and the stock pipeline of its tiny model."""
-
-    name: str
-    family: Family
-    variant: Variant
-    pipeline: Any
-    folder: Path
-    data: Path
-
-    def config(self, output: Path, *overrides: str, metadata: str | None = None) -> Any:
-        """A small run; `metadata` names the file, by default the one with all inputs of the variant."""
-        expert = () if self.variant.experts is None else ("model.expert=high",)
-        size = (f"data.height={HEIGHT}", f"data.width={WIDTH}", f"data.frames={FRAMES}")
-        file = f"data.metadata={self.data / (metadata or f'{self.family.pipeline_class}.csv')}"
-        return runs.config(
-            self.folder, self.data, output, f"model.variant={self.name}", *expert, *size, file, *overrides
-        )
-
-    def batch(self, output: Path, *overrides: str, **more: str) -> Any:
-        """The first micro-batch of such a run."""
-        return next(runs.batches(check_inputs(self.config(output, *overrides, **more))).micro_batches(0))
-
-    def stock(self, **more: Any) -> Any:
-        """Call the stock pipeline with the inputs of the metadata, without classifier-free guidance."""
-        given = {one.column for one in self.family.inputs}
-        picture = {name: Image.open(self.data / file) for name, file in INPUTS.items() if file.endswith("png")}
-        own: dict[str, Any] = {"input_image": {"image": picture["input_image"]}}
-        own["end_image"] = {"last_image": picture["end_image"]}
-        own["vace_video"] = {"video": self.control()}
-        own["vace_video_mask"] = {"mask": [picture["vace_video_mask"]] * FRAMES}
-        own["vace_reference_image"] = {"reference_images": [picture["vace_reference_image"]]}
-        arguments = {key: value for column in given for key, value in own[column].items()}
-        fixed = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "max_sequence_length": 512, "prompt": PROMPT}
-        steps = 2 if self.variant.experts is None else 4
-        rest = {"guidance_scale": 1.0, "num_inference_steps": steps, "output_type": "latent"}
-        return self.pipeline(**{**fixed, **arguments, **rest, **more}).frames
-
-    def control(self) -> list[Image.Image]:
-        """The clip that VACE gets."""
-        clip = read_frames(self.data / "control.mp4", height=HEIGHT, width=WIDTH, frames=FRAMES, where="")
-        return [Image.fromarray(frame) for frame in clip]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, clips: Path) -> Path:
-    """A clip, and everything that a model can get besides its prompt; pictures that no clip contains."""
     folder = tmp_path_factory.mktemp("data")
-    shutil.copy(clips / "clip_0.mp4", folder)
-    y, x = np.mgrid[0:HEIGHT, 0:WIDTH] / 12
-    for seed, name in enumerate(("first", "last", "reference")):
-        waves = np.stack([np.sin(x + y * seed), np.cos(y - x + seed), np.sin(2 * y + seed)], axis=-1)
-        Image.fromarray(((waves + 1) * 127).astype(np.uint8)).save(folder / f"{name}.png")
-    Image.open(folder / "reference.png").resize((24, 40)).save(folder / "reference.png")
-    Image.fromarray(np.where(x > 1, 255, 0).astype(np.uint8)).convert("RGB").save(folder / "mask.png")
-    shades = np.linspace(30, 200, FRAMES, dtype=np.uint8)[:, None, None, None]
-    write_video(folder / "control.mp4", np.broadcast_to(shades, (FRAMES, HEIGHT, WIDTH, 3)).copy(), fps=8)
-    (folder / "plain.csv").write_text(f"video,prompt\nclip_0.mp4,{PROMPT}\n")
-    for pipeline, columns in {
-        "WanPipeline": ["input_image"],
-        "WanImageToVideoPipeline": ["input_image", "end_image"],
-        "WanVACEPipeline": ["vace_video", "vace_video_mask", "vace_reference_image"],
-    }.items():
-        files = ",".join(INPUTS[column] for column in columns)
-        text = f"video,prompt,{','.join(columns)}\nclip_0.mp4,{PROMPT},{files}\n"
-        (folder / f"{pipeline}.csv").write_text(text)
-    mixed = f"clip_0.mp4,{PROMPT},control.mp4,\nclip_0.mp4,{PROMPT},control.mp4,reference.png\n"
-    (folder / "mixed.csv").write_text(f"video,prompt,vace_video,vace_reference_image\n{mixed}")
-    (folder / "mask_alone.csv").write_text(f"video,prompt,vace_video_mask\nclip_0.mp4,{PROMPT},mask.png\n")
-    (folder / "picture.csv").write_text(f"image,prompt\nfirst.png,{PROMPT}\n")
+    write_data(folder, clips)
     return folder
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def case(request: pytest.FixtureRequest, tiny_models: TinyModels, data: Path) -> Case:
-    return _case(request.param, tiny_models, data)
+    return open_case(request.param, tiny_models, data)
 
 
 @pytest.fixture(scope="module")
 def ti2v(tiny_models: TinyModels, data: Path) -> Case:
-    return _case("wan2.2-ti2v-5b", tiny_models, data)
-
-
-def _case(name: str, tiny_models: TinyModels, data: Path) -> Case:
-    family, variant = find_variant(name, option="VARIANT")
-    folder = tiny_models(name)
-    pipeline = DiffusionPipeline.from_pretrained(folder)
-    assert type(pipeline).__name__ == family.pipeline_class
-    if family.pipeline_class == "WanPipeline" and family.inputs:
-        pipeline = WanImageToVideoPipeline(**pipeline.components, expand_timesteps=True)
-    pipeline.set_progress_bar_config(disable=True)
-    return Case(name, family, variant, pipeline, folder, data)
-
-
-@dataclass
-class Call:
-    """A step of the stock pipeline."""
-
-    model: Any
-    arguments: dict[str, Any]
-    prediction: torch.Tensor
-    sigma: Any = None
-    sample: Any = None
-
-
-def _record(pipeline: Any, patch: pytest.MonkeyPatch) -> list[Call]:
-    """Notes what the transformers of a pipeline get and give, and what the scheduler does with it."""
-    calls: list[Call] = []
-
-    def forward(model: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(*args, **kwargs)
-        given = inspect.signature(stock).bind(*args, **kwargs).arguments
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        calls.append(Call(model, tensors, output[0].clone()))
-        return output
-
-    def step(stock: Any, prediction: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor, **more: Any) -> Any:
-        calls[-1].sigma, calls[-1].sample = timestep.reshape(1) / 1000, sample.clone()
-        return stock(prediction, timestep, sample, **more)
-
-    for model in (pipeline.transformer, getattr(pipeline, "transformer_2", None)):
-        if model is not None:
-            patch.setattr(model, "forward", partial(forward, model, model.forward))
-    patch.setattr(pipeline.scheduler, "step", partial(step, pipeline.scheduler.step))
-    return calls
-
-
-def _assert_same_call(case: Case, calls: list[Call], conditions: dict[str, torch.Tensor]) -> None:
-    for call in list(calls):
-        before = len(calls)
-        with torch.no_grad():
-            case.family.denoise(call.model, call.sample, call.sigma, conditions)
-        own = calls[before]
-        call.arguments.pop("control_hidden_states_scale", None)  # ones, the model's default
-        assert own.arguments.keys() == call.arguments.keys()
-        for name, expected in call.arguments.items():
-            assert relative_error(own.arguments[name].float(), expected.float()) <= 1e-6, name
-        assert relative_error(own.prediction, call.prediction) <= 1e-6
+    return open_case("wan2.2-ti2v-5b", tiny_models, data)
 
 
 def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
@@ -202,10 +75,10 @@ def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
 ) -> None:
     """From the files that the metadata names: latents, masks, CLIP embedding, timesteps, and which transformer."""
     batch = case.batch(tmp_path / "run", "train.global_batch=1")
-    calls = _record(case.pipeline, monkeypatch)
+    calls = record(case.pipeline, monkeypatch)
     case.stock()
     steps = list(calls)
-    _assert_same_call(case, calls, batch.conditions)
+    assert_same_calls(case, calls, batch.conditions)
     assert batch.latents.shape == steps[0].sample.shape
     if "vace" in case.name:  # the reference picture, as the branch gets it, before the clip
         assert torch.equal(batch.latents[:, :, 0], batch.conditions["control"][:, :16, 0])
@@ -219,11 +92,11 @@ def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
 def test_a_picture_is_trained_as_text_to_image(ti2v: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = DiffusionPipeline.from_pretrained(ti2v.folder)
     batch = ti2v.batch(tmp_path / "run", "train.global_batch=1", metadata="picture.csv")
-    calls = _record(pipeline, monkeypatch)
+    calls = record(pipeline, monkeypatch)
     size = {"height": HEIGHT, "width": WIDTH, "num_frames": 1, "num_inference_steps": 2}
     pipeline(prompt=PROMPT, guidance_scale=1.0, output_type="latent", **size)
     assert calls[1].arguments["timestep"].ndim == 2
-    _assert_same_call(ti2v, calls, batch.conditions)
+    assert_same_calls(ti2v, calls, batch.conditions)
     assert torch.equal(ti2v.family.learned(batch.latents), batch.latents)
 
 
@@ -267,7 +140,7 @@ def test_the_first_latent_frame_of_ti2v_takes_no_part_in_the_loss(ti2v: Case, tm
 def test_an_expert_learns_its_own_noise_levels(
     tiny_models: TinyModels, data: Path, tmp_path: Path, variant: str
 ) -> None:
-    case = _case(variant, tiny_models, data)
+    case = open_case(variant, tiny_models, data)
     assert case.variant.experts is not None
     draws = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
     for expert, (low, high) in case.variant.experts.items():
@@ -285,7 +158,7 @@ def test_an_expert_learns_its_own_noise_levels(
     ):
         with pytest.raises(UserError, match=message):
             check_inputs(case.config(tmp_path / "run", change))
-    one = _case("wan2.1-i2v-14b-480p", tiny_models, data)
+    one = open_case("wan2.1-i2v-14b-480p", tiny_models, data)
     with pytest.raises(UserError, match=r"model.expert: 'low', but wan2.1-i2v-14b-480p has one transformer"):
         check_inputs(one.config(tmp_path / "run", "model.expert=low"))
 
@@ -339,13 +212,17 @@ def test_generate_equals_the_stock_pipeline(
     model = ["--model", str(case.folder), "--variant", case.name, "--dtype", "float32", "--device", "cpu"]
     given = [f"--input={one.column}={case.data / INPUTS[one.column]}" for one in case.family.inputs]
     command = ["generate", *model, *size, "--prompt", PROMPT, "--output", str(tmp_path / "clip.mp4")]
-    assert main([*command, *given]) == 0
-    stock = case.stock(guidance_scale=3.0, generator=torch.Generator().manual_seed(0), output_type="np")[0]
+    low = {} if case.variant.experts is None else {"guidance_scale_2": 2.0}
+    assert main([*command, *given, *(["--guidance-low", "2"] if low else [])]) == 0
+    stock = case.stock(guidance_scale=3.0, **low, generator=torch.Generator().manual_seed(0), output_type="np")[0]
     assert np.array_equal(written[0], (stock * 255).round().astype(np.uint8))
+    capsys.readouterr()
     if given and case.name != "wan2.2-ti2v-5b":
-        capsys.readouterr()
         assert main(command) == 2
         assert case.family.inputs[0].column in capsys.readouterr().err
+    if not low:
+        assert main([*command, *given, "--guidance-low", "2"]) == 2
+        assert "--guidance-low: " in capsys.readouterr().err
 
 
 def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path) -> None:
@@ -371,7 +248,7 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path
 
 
 def test_the_branch_of_vace_can_be_trained_alone(tiny_models: TinyModels, data: Path, tmp_path: Path) -> None:
-    case = _case("wan2.1-vace-1.3b", tiny_models, data)
+    case = open_case("wan2.1-vace-1.3b", tiny_models, data)
     run = ("train.method=full", "train.modules=[vace_*]", "train.steps=1", "train.global_batch=1")
     checkpoint = runs.run(case.config(tmp_path / "run", *run))
     before = case.pipeline.transformer.state_dict()

@@ -47,6 +47,7 @@ class GenerateOptions:
     width: int | None
     steps: int | None
     guidance: float | None
+    guidance_low: float | None
     fps: int
     seed: int
     device: str
@@ -92,7 +93,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         UserError: naming option, value and fix.
     """
     family, variant, source = find_any_source(options.model, options.variant, option="--model")
+    if variant.experts is None and options.guidance_low is not None:
+        raise UserError(f"--guidance-low: {variant.name} has one transformer; give --guidance")
     asked = {one.name: getattr(options, one.name) for one in fields(Sampling)}
+    if variant.experts is not None and options.guidance_low is None:
+        asked["guidance_low"] = options.guidance  # given for one, it is for both
     sampling = replace(variant.sampling, **{name: value for name, value in asked.items() if value is not None})
     family.check_size(sampling.height, sampling.width, sampling.frames, where="--")
     if options.negative_prompt and not family.takes_negative_prompt:

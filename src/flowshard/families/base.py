@@ -36,6 +36,8 @@ class Sampling:
     frames: int
     steps: int
     guidance: float
+    guidance_low: float | None = None
+    """Of the transformer for low noise of a model with two; None is the same."""
 
 
 @dataclass(frozen=True)
@@ -315,8 +317,8 @@ class Family(ABC):
 
         Args:
             pipeline: the diffusers pipeline of the family.
-            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`, `generator`,
-                `inputs`.
+            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`,
+                `guidance_low`, `generator`, `inputs`.
 
         Returns:
             uint8 RGB of shape (frames, height, width, 3).

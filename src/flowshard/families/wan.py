@@ -59,7 +59,7 @@ class Wan(Family):
                 "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
                 heads=40,
                 scheduler={"flow_shift": 12.0},
-                sampling=Sampling(height=720, width=1280, frames=81, steps=40, guidance=4.0),
+                sampling=Sampling(height=720, width=1280, frames=81, steps=40, guidance=4.0, guidance_low=3.0),
                 experts=experts(0.875),
             ),
         )
@@ -212,6 +212,7 @@ class Wan(Family):
             num_frames=arguments["frames"],
             num_inference_steps=arguments["steps"],
             guidance_scale=arguments["guidance"],
+            guidance_scale_2=arguments["guidance_low"],
             generator=arguments["generator"],
             max_sequence_length=TEXT_TOKENS,
             output_type="np",
