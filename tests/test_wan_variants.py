@@ -21,6 +21,7 @@ from flowshard.parity.command import parity
 from flowshard.train.build import loss_function
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
+from flowshard.weights.source import recognise_variant
 from tests import runs
 from tests.conftest import REPOSITORY
 from tests.runs import relative_error
@@ -87,6 +88,26 @@ def test_conditions_and_denoise_are_what_the_stock_pipeline_does(
         low, high = experts["high" if call.model is case.pipeline.transformer else "low"]
         assert low <= float(call.sigma) <= high
     assert len({id(call.model) for call in steps}) == len(experts)
+
+
+def test_the_folder_of_another_variant_is_refused(case: Case, tmp_path: Path, tiny_models: TinyModels) -> None:
+    """What all of them share are the class of the pipeline and of the transformer, and the number of heads."""
+    mistakes = {
+        "wan2.1-i2v-14b-480p": ("wan2.1-flf2v-14b-720p", "has pos_embed_seq_len 10, which wan2.1-i2v-14b-480p has not"),
+        "wan2.1-flf2v-14b-720p": ("wan2.2-i2v-a14b", "has image_dim None, which wan2.1-flf2v-14b-720p has not"),
+        "wan2.2-t2v-a14b": ("wan2.1-t2v-14b", "has one transformer, wan2.2-t2v-a14b has two"),
+        "wan2.2-i2v-a14b": ("wan2.1-i2v-14b-480p", "has image_dim 32, which wan2.2-i2v-a14b has not"),
+        "wan2.2-ti2v-5b": ("wan2.1-t2v-14b", "has out_channels 16, which wan2.2-ti2v-5b has not"),
+        "wan2.1-vace-1.3b": ("wan2.2-vace-fun-a14b", "has two transformers, wan2.1-vace-1.3b has one"),
+    }
+    if case.name not in mistakes:
+        return
+    other, message = mistakes[case.name]
+    expert = [] if case.variant.experts is None else ["model.expert=high"]
+    with pytest.raises(UserError, match=message):
+        check_inputs(case.config(tmp_path / "run", f"model.path={tiny_models(other)}", *expert))
+    if case.name != "wan2.1-i2v-14b-480p":  # that of 720p is no other
+        assert recognise_variant(str(case.folder), option="", variant_option="") == case.name
 
 
 def test_a_picture_is_trained_as_text_to_image(ti2v: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

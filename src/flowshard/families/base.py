@@ -83,6 +83,9 @@ class Family(ABC):
     """Name of the diffusers pipeline."""
     transformer_class: ClassVar[str]
     """Name of the diffusers transformer."""
+    marks: ClassVar[Mapping[str, int | bool]] = {}
+    """Entries of the transformer's config that tell these models from others with the same pipeline: the value, or whether
+    there is one."""
     inputs: ClassVar[tuple[Input, ...]] = ()
     """What the models get besides the prompt."""
     text_inputs: ClassVar[tuple[str, ...]] = ()
@@ -145,6 +148,14 @@ class Family(ABC):
             UserError: naming the columns.
         """
         del columns, where
+
+    def foreign_mark(self, config: Mapping[str, Any]) -> str | None:
+        """The entry of `marks` by which a transformer with this config is not one of the family's, if there is one."""
+        for key, wanted in self.marks.items():
+            found = config.get(key)
+            if (found is not None) != wanted if isinstance(wanted, bool) else found != wanted:
+                return key
+        return None
 
     def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""

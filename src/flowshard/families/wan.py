@@ -66,6 +66,7 @@ class Wan(Family):
     }
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
+    marks: ClassVar[Mapping[str, int | bool]] = {"out_channels": 16}
     media_components: ClassVar[tuple[str, ...]] = ("vae",)
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = True

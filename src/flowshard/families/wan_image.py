@@ -6,6 +6,7 @@ The 14B models of Wan 2.1 also attend to a CLIP embedding of the pictures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -48,6 +49,7 @@ class WanImage(Wan):
         )
     }
     pipeline_class = "WanImageToVideoPipeline"
+    marks: ClassVar[Mapping[str, int | bool]] = {"image_dim": True, "pos_embed_seq_len": False}
     inputs: ClassVar[tuple[Input, ...]] = (FIRST,)
     media_components: ClassVar[tuple[str, ...]] = ("vae", "image_encoder", "image_processor")
     original_weights = None
@@ -130,6 +132,7 @@ class WanFirstLast(WanImage):
             sampling=Sampling(height=720, width=1280, frames=81, steps=50, guidance=5.0),
         )
     }
+    marks = {"image_dim": True, "pos_embed_seq_len": True}
     inputs = (FIRST, LAST)
 
     def tiny_sizes(self) -> dict[str, Any]:
@@ -151,4 +154,5 @@ class WanImageExperts(WanImage):
             experts=experts(0.9),
         )
     }
+    marks = {"image_dim": False}
     media_components = ("vae",)

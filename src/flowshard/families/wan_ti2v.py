@@ -5,7 +5,8 @@ The picture is the first latent frame itself: it is put in clean, its tokens hav
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
 
@@ -33,6 +34,7 @@ class WanTextImage(Wan):
             sampling=Sampling(height=704, width=1280, frames=121, steps=50, guidance=5.0),
         )
     }
+    marks: ClassVar[Mapping[str, int | bool]] = {"out_channels": 48}
     inputs = (FIRST,)
     spatial_multiple = 32
     original_weights = None
@@ -66,7 +68,7 @@ class WanTextImage(Wan):
         if FIRST.column in arguments["inputs"]:
             from diffusers import WanImageToVideoPipeline
 
-            settings = pipeline._progress_bar_config
+            settings = getattr(pipeline, "_progress_bar_config", {})
             pipeline = WanImageToVideoPipeline(**pipeline.components, expand_timesteps=True)
             pipeline.set_progress_bar_config(**settings)
         return super().generate(pipeline, **arguments)

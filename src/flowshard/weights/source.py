@@ -90,6 +90,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
             (family, variant, read_json(folder / TRANSFORMER_FOLDER / "config.json"))
             for family in families
             for variant in family.variants.values()
+            if (variant.experts is not None) == _has_low_expert(folder)
         ]
     else:
         candidates = []
@@ -104,7 +105,11 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
                     candidates.append((family, variant, source.config))
         if len(problems) == 1 and not candidates:
             raise problems[0]
-    found = [one.name for family, one, config in candidates if config.get(family.heads_setting, one.heads) == one.heads]
+    found = [
+        one.name
+        for family, one, config in candidates
+        if config.get(family.heads_setting, one.heads) == one.heads and family.foreign_mark(config) is None
+    ]
     if len(found) == 1:
         return found[0]
     possible = found or [one.name for _, one, _ in candidates]
@@ -132,18 +137,34 @@ def find_source(
         folder = find_pipeline(path, option=option)
         transformer = LOW_EXPERT_FOLDER if expert == "low" else TRANSFORMER_FOLDER
         check_pipeline(folder, family, option=option, transformer=transformer)
+        config = read_json(folder / transformer / "config.json")
+        mark = family.foreign_mark(config)
+        if mark is not None:
+            raise UserError(
+                f"{option}: {folder / transformer} has {mark} {config.get(mark)}, which {variant.name} has not; give the "
+                "right folder or change model.variant"
+            )
+        if _has_low_expert(folder) != (variant.experts is not None):
+            found, wanted = ("two transformers", "one") if variant.experts is None else ("one transformer", "two")
+            raise UserError(
+                f"{option}: {folder} has {found}, {variant.name} has {wanted}; give the right folder or change model.variant"
+            )
         components = dict.fromkeys((*family.media_components, *family.text_components))
         return ModelSource(
             label=str(folder),
             folder=folder,
             parts={name: folder / name for name in components},
             tensors=read_headers(folder / transformer),
-            config=read_json(folder / transformer / "config.json"),
+            config=config,
             scheduler=scheduler_settings(folder, variant.scheduler),
             transformer_folder=transformer,
         )
     entries = [path] if isinstance(path, str) else list(path)
     return _from_files(entries, family, variant, option)
+
+
+def _has_low_expert(folder: Path) -> bool:
+    return (folder / LOW_EXPERT_FOLDER / "config.json").is_file()
 
 
 def _is_original(path: str) -> bool:
