@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--width", int, None, "width in pixels"),
         ("--steps", int, None, "denoising steps"),
         ("--guidance", float, None, "guidance scale, of the kind that the model has"),
+        ("--guidance-low", float, None, "the same of the transformer for low noise of a model with two"),
         ("--fps", int, 16, "frames a second of the clip"),
         ("--seed", int, 0, "seed of the initial noise"),
         ("--sequence", int, 1, "processes, started with torchrun, that share the work"),

@@ -47,6 +47,7 @@ class GenerateOptions:
     width: int | None
     steps: int | None
     guidance: float | None
+    guidance_low: float | None
     fps: int
     seed: int
     device: str
@@ -92,7 +93,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         UserError: naming option, value and fix.
     """
     family, variant, source = find_any_source(options.model, options.variant, option="--model")
+    if variant.experts is None and options.guidance_low is not None:
+        raise UserError(f"--guidance-low: {variant.name} has one transformer; give --guidance")
     asked = {one.name: getattr(options, one.name) for one in fields(Sampling)}
+    if variant.experts is not None and options.guidance_low is None:
+        asked["guidance_low"] = options.guidance  # given for one, it is for both
     sampling = replace(variant.sampling, **{name: value for name, value in asked.items() if value is not None})
     family.check_size(sampling.height, sampling.width, sampling.frames, where="--")
     if options.negative_prompt and not family.takes_negative_prompt:
@@ -113,6 +118,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
+    if variant.experts is not None and source.folder is None:
+        raise UserError(
+            f"--model: {variant.name} has two transformers, which single files do not tell apart; give a folder in the "
+            f"diffusers layout, for example {variant.hub_id}"
+        )
     if variant.experts is not None and (options.lora is not None or options.weights is not None):
         raise UserError(
             f"--lora, --weights: {variant.name} has two transformers; give --lora-high and --lora-low, and trained weights "
@@ -151,6 +161,7 @@ def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict
             raise UserError(f"--input {column}=FILE: {variant.name} needs it")
         if one.kind != "images" and len(files.get(column, ())) > 1:
             raise UserError(f"--input {column}: takes one file")
+    family.check_given(files.keys(), where="--input: ")
     return files
 
 

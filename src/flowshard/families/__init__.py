@@ -12,6 +12,11 @@ __all__ = ["Family", "Variant", "all_families", "families_of_pipeline", "find_va
 # A new family, or another kind of conditions in a series, is one new file and its line here.
 _FAMILIES = {
     "wan": "flowshard.families.wan:Wan",
+    "wan-image": "flowshard.families.wan_image:WanImage",
+    "wan-first-last": "flowshard.families.wan_image:WanFirstLast",
+    "wan-image-experts": "flowshard.families.wan_image:WanImageExperts",
+    "wan-ti2v": "flowshard.families.wan_ti2v:WanTextImage",
+    "wan-vace": "flowshard.families.wan_vace:WanVace",
     "qwen-image": "flowshard.families.qwen_image:QwenImage",
     "flux": "flowshard.families.flux:Flux",
     "flux2": "flowshard.families.flux2:Flux2",

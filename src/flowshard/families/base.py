@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -36,6 +36,8 @@ class Sampling:
     frames: int
     steps: int
     guidance: float
+    guidance_low: float | None = None
+    """Of the transformer for low noise of a model with two; None is the same."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Family(ABC):
     """Name of the diffusers pipeline."""
     transformer_class: ClassVar[str]
     """Name of the diffusers transformer."""
+    marks: ClassVar[Mapping[str, int | bool]] = {}
+    """Entries of the transformer's config that tell these models from others with the same pipeline: the value, or whether
+    there is one."""
     inputs: ClassVar[tuple[Input, ...]] = ()
     """What the models get besides the prompt."""
     text_inputs: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +99,8 @@ class Family(ABC):
     frame_stride: ClassVar[int]
     """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
     block_lists: ClassVar[Mapping[str, str]]
-    """Name of each list of blocks in the transformer to the entry of its config that says how many there are."""
+    """Name of each list of blocks in the transformer to the entry of its config that says how many there are, or lists
+    them."""
     heads_setting: ClassVar[str]
     """Entry of the transformer's config that says how many attention heads it has."""
     lora_targets: ClassVar[tuple[str, ...]]
@@ -134,6 +140,30 @@ class Family(ABC):
                 f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
                 f"{lower + self.frame_stride}"
             )
+
+    def check_given(self, columns: Set[str], *, where: str) -> None:
+        """Refuse a sample for which not enough of the inputs is given, where it takes more than `Input.required` to say.
+
+        Args:
+            columns: of the inputs that are given.
+            where: begins the message of an error.
+
+        Raises:
+            UserError: naming the columns.
+        """
+        del columns, where
+
+    def foreign_mark(self, config: Mapping[str, Any]) -> str | None:
+        """The entry of `marks` by which a transformer with this config is not one of the family's, if there is one."""
+        for key, wanted in self.marks.items():
+            found = config.get(key)
+            if (found is not None) != wanted if isinstance(wanted, bool) else found != wanted:
+                return key
+        return None
+
+    def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""
+        return {key: min(layers, config.get(key, layers)) for key in self.block_lists.values()}
 
     def token_count(self, height: int, width: int, frames: int) -> int:
         """Image or video tokens of a sample of a size that `check_size` accepts."""
@@ -175,7 +205,7 @@ class Family(ABC):
         return self.make_pipeline(source, None, dtype=dtype).to(device)
 
     def make_pipeline(self, source: ModelSource, transformer: Any, *, dtype: torch.dtype, **parts: Any) -> Any:
-        """The stock pipeline with this transformer, or without one; its VAE in float32, as media are encoded.
+        """The stock pipeline with this transformer, or without one; what encodes media is in float32.
 
         Args:
             source: the model's files.
@@ -186,7 +216,7 @@ class Family(ABC):
         import diffusers
         import torch
 
-        types = {"default": dtype, "vae": torch.float32}
+        types = {"default": dtype, **dict.fromkeys(self.media_components, torch.float32)}
         return getattr(diffusers, self.pipeline_class).from_pretrained(
             source.folder,
             transformer=transformer,
@@ -247,7 +277,8 @@ class Family(ABC):
             inputs: what there is of `Family.inputs`.
 
         Returns:
-            CPU tensors, which become conditions beside those of `encode_text`.
+            CPU tensors, which become conditions beside those of `encode_text`; `latents` takes the place of those of
+            `encode_media`.
         """
         return {}
 
@@ -301,8 +332,8 @@ class Family(ABC):
 
         Args:
             pipeline: the diffusers pipeline of the family.
-            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`, `generator`,
-                `inputs`.
+            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`,
+                `guidance_low`, `generator`, `inputs`.
 
         Returns:
             uint8 RGB of shape (frames, height, width, 3).

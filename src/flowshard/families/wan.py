@@ -1,22 +1,22 @@
-"""Wan text-to-video (https://github.com/Wan-Video/Wan2.1, https://arxiv.org/abs/2503.20314)."""
+"""Wan (https://github.com/Wan-Video/Wan2.1, https://arxiv.org/abs/2503.20314): what its models share, and text to video."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.families import wan_files
+from flowshard.errors import UserError
+from flowshard.families import wan_files, wan_names
 from flowshard.families.base import Family, Sampling, Variant, as_bytes
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
-from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from flowshard.families.base import Tensors
+    from flowshard.families.base import Inputs, Tensors
     from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 
@@ -28,8 +28,13 @@ TIMESTEPS = 1000
 """The transformer's timestep is sigma times this."""
 
 
+def experts(boundary: float) -> dict[str, tuple[float, float]]:
+    """The ranges of sigma of two transformers that change over at a noise level."""
+    return {"high": (boundary, 1.0), "low": (0.0, boundary)}
+
+
 class Wan(Family):
-    """Wan 2.1 text-to-video."""
+    """Wan 2.1 and 2.2 text-to-video. The other kinds of conditioning are classes made from this one."""
 
     name = "wan"
     variants = {
@@ -42,11 +47,27 @@ class Wan(Family):
                 scheduler={"flow_shift": 3.0},
                 sampling=Sampling(height=480, width=832, frames=81, steps=50, guidance=5.0),
             ),
+            Variant(
+                "wan2.1-t2v-14b",
+                "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+                heads=40,
+                scheduler={"flow_shift": 5.0},
+                sampling=Sampling(height=720, width=1280, frames=81, steps=50, guidance=5.0),
+            ),
+            Variant(
+                "wan2.2-t2v-a14b",
+                "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+                heads=40,
+                scheduler={"flow_shift": 12.0},
+                sampling=Sampling(height=720, width=1280, frames=81, steps=40, guidance=4.0, guidance_low=3.0),
+                experts=experts(0.875),
+            ),
         )
     }
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    media_components = ("vae",)
+    marks: ClassVar[Mapping[str, int | bool]] = {"out_channels": 16}
+    media_components: ClassVar[tuple[str, ...]] = ("vae",)
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = True
     spatial_multiple = 16
@@ -59,40 +80,15 @@ class Wan(Family):
         "k": ("to_k",),
         "v": ("to_v",),
         "o": ("to_out.0",),
+        "k_img": ("add_k_proj",),
+        "v_img": ("add_v_proj",),
         "ffn.0": ("ffn.net.0.proj",),
         "ffn.2": ("ffn.net.2",),
     }
-    names = Vocabulary(
-        [
-            ("patch_embedding", "patch_embedding"),
-            ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
-            ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
-            ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
-            ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
-            ("condition_embedder.time_proj", "time_projection.1"),
-            ("blocks.*.norm2", "blocks.*.norm3"),
-            ("blocks.*.scale_shift_table", "blocks.*.modulation"),
-            ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.0"),
-            ("blocks.*.ffn.net.2", "blocks.*.ffn.2"),
-            ("scale_shift_table", "head.modulation"),
-            ("proj_out", "head.head"),
-            *(
-                (f"blocks.*.{ours}.{layer}", f"blocks.*.{theirs}.{original}")
-                for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-                for layer, original in (
-                    ("to_q", "q"),
-                    ("to_k", "k"),
-                    ("to_v", "v"),
-                    ("to_out.0", "o"),
-                    ("norm_q", "norm_q"),
-                    ("norm_k", "norm_k"),
-                )
-            ),
-        ]
-    )
+    names = wan_names.TEXT
     encoding_version = 1
 
-    original_weights = wan_files.WEIGHTS
+    original_weights: ClassVar[str | None] = wan_files.WEIGHTS
     original_parts = {
         "text_encoder": (wan_files.TEXT_ENCODER,),
         "vae": (wan_files.VAE,),
@@ -152,23 +148,30 @@ class Wan(Family):
         return {"prompt_embeds": padded[0, :length].cpu().contiguous()}
 
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
+        import torch
 
         embeds = [condition["prompt_embeds"] for condition in conditions]
         padded = embeds[0].new_zeros(len(embeds), TEXT_TOKENS, embeds[0].shape[-1])
         for row, embed in zip(padded, embeds, strict=True):
             row[: len(embed)] = embed
-        return {"prompt_embeds": padded}
+        names = [name for name in conditions[0] if name != "prompt_embeds"]
+        return {"prompt_embeds": padded, **{name: torch.stack([one[name] for one in conditions]) for name in names}}
 
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
-        prediction: torch.Tensor = transformer(
-            hidden_states=noisy,
-            timestep=sigma * TIMESTEPS,
-            encoder_hidden_states=conditions["prompt_embeds"],
-            return_dict=False,
-        )[0]
+        prediction: torch.Tensor = transformer(**self.transformer_inputs(noisy, sigma, conditions), return_dict=False)[
+            0
+        ]
         return prediction
+
+    def transformer_inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors) -> Tensors:
+        """The arguments of the transformer; see `denoise`."""
+        return {
+            "hidden_states": noisy,
+            "timestep": sigma * TIMESTEPS,
+            "encoder_hidden_states": conditions["prompt_embeds"],
+        }
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Split after the patch embedding, gather after the last projection; text is not divided."""
@@ -192,7 +195,9 @@ class Wan(Family):
         return SequencePlan(
             outputs={"rope": rotary, "patch_embedding": patches, "condition_embedder": conditions, "proj_out": whole},
             processors={
-                f"blocks.{index}.attn1": SelfAttention(tokens) for index in range(len(self.blocks(transformer)))
+                f"{blocks}.{index}.attn1": SelfAttention(tokens)
+                for blocks in self.block_lists
+                for index in range(len(getattr(transformer, blocks)))
             },
         )
 
@@ -209,48 +214,29 @@ class Wan(Family):
             num_frames=arguments["frames"],
             num_inference_steps=arguments["steps"],
             guidance_scale=arguments["guidance"],
+            guidance_scale_2=arguments["guidance_low"],
             generator=arguments["generator"],
             max_sequence_length=TEXT_TOKENS,
             output_type="np",
+            **self.stock_inputs(arguments["inputs"], arguments["frames"]),
         ).frames[0]
         return as_bytes(video)
 
+    def stock_inputs(self, inputs: Inputs, frames: int) -> dict[str, Any]:  # noqa: ARG002
+        """What the stock pipeline's call gets for these inputs of a clip of `frames` frames."""
+        return {}
+
     def write_original(self, pipeline: Any, directory: Path) -> None:
+        if pipeline.transformer_2 is not None:
+            raise UserError("--format original: is of one transformer, and this has two; use --format diffusers")
+        if self.original_weights is None:
+            super().write_original(pipeline, directory)
         wan_files.write(pipeline, directory, self.names)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
-        import torch
-        from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+        from flowshard.families import tiny_wan
 
-        from flowshard.families import tiny, tiny_encoders
-        from flowshard.seeds import isolated_rng
-
-        tokenizer = tiny.t5_tokenizer()
-        with isolated_rng(seed, "tiny", variant.name):
-            text_encoder = tiny.umt5_encoder(tokenizer)
-            vae = AutoencoderKLWan(base_dim=4)
-            transformer = WanTransformer3DModel(
-                num_attention_heads=variant.heads,
-                attention_head_dim=16,
-                text_dim=tiny.TEXT_WIDTH,
-                ffn_dim=256,
-                num_layers=3,
-            )
-            tiny_encoders.normalise_latents(
-                vae,
-                tiny_encoders.smooth_clips(9),
-                mean=torch.tensor(vae.config.latents_mean),
-                std=torch.tensor(vae.config.latents_std),
-            )
-        return WanPipeline(
-            tokenizer=tokenizer,
-            text_encoder=text_encoder.eval(),
-            vae=vae.eval(),
-            transformer=transformer.eval(),
-            scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, **variant.scheduler
-            ),
-        )
+        return tiny_wan.pipeline(self, variant, seed=seed)
 
 
 class SelfAttention:

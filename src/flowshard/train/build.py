@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -105,13 +106,10 @@ def _given(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _shortened(inputs: RunInputs) -> dict[str, int]:
+def _shortened(inputs: RunInputs) -> dict[str, Any]:
     """What `model.layers` changes in the transformer's config."""
     layers = inputs.config.model.layers
-    if layers is None:
-        return {}
-    keys = inputs.family.block_lists.values()
-    return {key: min(layers, inputs.source.config.get(key, layers)) for key in keys}
+    return {} if layers is None else inputs.family.shortened(inputs.source.config, layers)
 
 
 def use_masters(build: Build, checkpoint: Checkpoint, reader: StateReader) -> None:

@@ -85,10 +85,10 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root, family.inputs)
-    _check_batches(config, metadata)
+    _check_samples(config, family, metadata)
     source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
     whole = dict(source.tensors)
-    tensors = _shortened(whole, family, config.model.layers)
+    tensors = _shortened(whole, family, source, config.model.layers)
     _check_sequence(config, layout, family, variant, metadata, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
@@ -174,23 +174,54 @@ def check_writable(folder: Path, *, option: str) -> None:
         raise UserError(f"{option}: {folder} is not writable (no permission in {existing}); choose another folder")
 
 
-def _shortened(tensors: dict[str, TensorInfo], family: Family, layers: int | None) -> dict[str, TensorInfo]:
+def _shortened(
+    tensors: dict[str, TensorInfo], family: Family, source: ModelSource, layers: int | None
+) -> dict[str, TensorInfo]:
     """The tensors without those of the blocks beyond the first `layers`."""
     if layers is None:
         return tensors
+    kept_config = family.shortened(source.config, layers)
+    counts = {
+        blocks: value if isinstance(value := kept_config[key], int) else len(value)
+        for blocks, key in family.block_lists.items()
+    }
     beyond = re.compile(rf"({'|'.join(map(re.escape, family.block_lists))})\.(\d+)\.")
     kept = {}
     for name, info in tensors.items():
         found = beyond.match(name)
-        if found is None or int(found[2]) < layers:
+        if found is None or int(found[2]) < counts[found[1]]:
             kept[name] = info
     return kept
 
 
-def _check_batches(config: Config, metadata: Metadata) -> None:
+def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
+    """Refuse samples that the model cannot take, or that cannot be in one batch."""
+    data = config.data
+    for row in metadata.rows:
+        where = f"{metadata.path}: row {row.number}: "
+        if is_image(row.media):
+            family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
+        family.check_given(row.inputs.keys(), where=where)
+    _check_batches(config, family, metadata)
+
+
+def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
+    if config.train.micro_batch == 1:
+        return
+    optional = [one.column for one in family.inputs if one.from_clip is None]
+    first = metadata.rows[0]
+    for row in metadata.rows:
+        for column in optional:
+            counts = [len(one.inputs.get(column, ())) for one in (first, row)]
+            if counts[0] != counts[1]:
+                raise UserError(
+                    f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in "
+                    f"{metadata.path} the rows {first.number} and {row.number} have {counts[0]} and {counts[1]} files "
+                    f"of {column!r}; use train.micro_batch=1"
+                )
     pictures = [row for row in metadata.rows if is_image(row.media)]
     mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
-    if config.train.micro_batch > 1 and mixed:
+    if mixed:
         raise UserError(
             f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.path} mixes "
             f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "

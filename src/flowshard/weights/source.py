@@ -98,7 +98,12 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
             known = ", ".join(dict.fromkeys(one.pipeline_class for one in all_families()))
             raise UserError(f"{option}: {folder} holds a {name}, which is none of {known}; give another model")
         config = read_json(folder / TRANSFORMER_FOLDER / "config.json")
-        candidates = [(family, variant, config) for family in families for variant in family.variants.values()]
+        candidates = [
+            (family, variant, config)
+            for family in families
+            for variant in family.variants.values()
+            if (variant.experts is not None) == _has_low_expert(folder)
+        ]
     else:
         places = _all_of(path, option)
         headers = cache(read_header)
@@ -106,7 +111,11 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
             for variant in family.variants.values():
                 source = _from_files(places, _label(path), family, variant, headers, option)
                 candidates.append((family, variant, source.config))
-    found = [one.name for family, one, config in candidates if config.get(family.heads_setting, one.heads) == one.heads]
+    found = [
+        one.name
+        for family, one, config in candidates
+        if config.get(family.heads_setting, one.heads) == one.heads and family.foreign_mark(config) is None
+    ]
     if len(found) == 1:
         return found[0]
     possible = found or [one.name for _, one, _ in candidates]
@@ -157,17 +166,33 @@ def find_source(
         folder = find_pipeline(path, option=option)
         transformer = LOW_EXPERT_FOLDER if expert == "low" else TRANSFORMER_FOLDER
         check_pipeline(folder, family, option=option, transformer=transformer)
+        config = read_json(folder / transformer / "config.json")
+        mark = family.foreign_mark(config)
+        if mark is not None:
+            raise UserError(
+                f"{option}: {folder / transformer} has {mark} {config.get(mark)}, which {variant.name} has not; give the "
+                "right folder or change model.variant"
+            )
+        if _has_low_expert(folder) != (variant.experts is not None):
+            found, wanted = ("two transformers", "one") if variant.experts is None else ("one transformer", "two")
+            raise UserError(
+                f"{option}: {folder} has {found}, {variant.name} has {wanted}; give the right folder or change model.variant"
+            )
         components = dict.fromkeys((*family.media_components, *family.text_components))
         return ModelSource(
             label=str(folder),
             folder=folder,
             parts={name: folder / name for name in components},
             tensors=read_headers(folder / transformer),
-            config=read_json(folder / transformer / "config.json"),
+            config=config,
             scheduler=scheduler_settings(folder, variant.scheduler),
             transformer_folder=transformer,
         )
     return _from_files(_all_of(path, option), _label(path), family, variant, read_header, option)
+
+
+def _has_low_expert(folder: Path) -> bool:
+    return (folder / LOW_EXPERT_FOLDER / "config.json").is_file()
 
 
 def _is_original(path: str) -> bool:
@@ -191,7 +216,7 @@ def _from_files(
 ) -> ModelSource:
     if family.original_weights is None:
         raise UserError(
-            f"{option}: {label}: {family.name} is read in the diffusers layout only; give a folder with a "
+            f"{option}: {label}: {variant.name} is read in the diffusers layout only; give a folder with a "
             f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
         )
     assert family.landmark is not None  # noqa: S101
