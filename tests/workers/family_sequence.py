@@ -30,6 +30,8 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 """Of latents, by family and case."""
 PROMPTS: dict[str, tuple[int, ...]] = {"prompts of 2 and 40 tokens": (2, 40), "a prompt of 3 tokens": (3,)}
 """Tokens of the prompts of a batch. Eight processes have more members than some prompts have tokens."""
+REFERENCES = ((2, 3), (4, 2))
+"""Height and width of the latents of reference pictures, for models that take them: 14 tokens."""
 PADDED = ("wan", "flux", "flux2")
 """Families whose prompts all have the same length. It is a short one here: in a sum over hundreds of equal keys of padding
 rounding would be more than the bounds allow."""
@@ -48,6 +50,10 @@ def cases(family: Family, config: Any) -> dict[str, Callable[[torch.nn.Module], 
                 conditions = {name: torch.stack([prompt[name] for prompt in prompts]) for name in prompts[0]}
             else:
                 conditions = family.batch_conditions(prompts)
+            if family.inputs:
+                shape_name = f"with pictures, {shape_name}"
+                for place, size in enumerate(REFERENCES):
+                    conditions[f"reference.{place}"] = draw(len(lengths), shape[0], *size, seed=place)
             if family.takes_guidance(config):
                 conditions["guidance"] = torch.full((len(lengths),), 3.5)
             noisy, sigma = draw(len(lengths), *shape, seed=1), torch.tensor([0.7, 0.2][: len(lengths)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowshard.config import Config
-from flowshard.data.media import is_image
-from flowshard.data.metadata import Metadata, read_metadata
+from flowshard.data.media import is_image, picture_size
+from flowshard.data.metadata import Metadata, Row, read_metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
@@ -80,7 +80,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root, family.inputs)
-    _check_batches(config, metadata)
+    _check_batches(config, family, metadata)
     source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, config.model.layers)
@@ -178,15 +178,46 @@ def _shortened(tensors: dict[str, TensorInfo], family: Family, layers: int | Non
     return kept
 
 
-def _check_batches(config: Config, metadata: Metadata) -> None:
+def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
+    """Refuse samples that a micro-batch cannot hold together, as they may have other shapes."""
+    if config.train.micro_batch == 1:
+        return
     pictures = [row for row in metadata.rows if is_image(row.media)]
     mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
-    if config.train.micro_batch > 1 and mixed:
+    if mixed:
         raise UserError(
             f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.path} mixes "
             f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
             "train.micro_batch=1 or data.frames=1"
         )
+
+    first, shapes = metadata.rows[0], _input_shapes(family, metadata, metadata.rows[0])
+    for row in metadata.rows[1:]:
+        others = _input_shapes(family, metadata, row)
+        if others != shapes:
+            raise UserError(
+                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.path} "
+                f"pictures differ: row {first.number} has {_shown(shapes)}, row {row.number} {_shown(others)}; use "
+                "train.micro_batch=1, or pictures alike in number and aspect ratio"
+            )
+
+
+def _input_shapes(family: Family, metadata: Metadata, row: Row) -> list[tuple[str, int, int]]:
+    """Column, height and width of the pictures of any size that a row gives the model."""
+    columns = [one.column for one in family.inputs if one.kind == "images"]
+    found = []
+    for column in columns:
+        where = f"{metadata.describe(row)}, {column}"
+        for file in row.inputs.get(column, ()):
+            try:
+                found.append((column, *family.input_shape(picture_size(file, where=where))))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+    return found
+
+
+def _shown(shapes: list[tuple[str, int, int]]) -> str:
+    return ", ".join(f"{column} {width}x{height}" for column, height, width in shapes) or "none"
 
 
 def _check_sequence(
