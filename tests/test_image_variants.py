@@ -1,8 +1,9 @@
 """Variants of the image families, those with reference pictures above all, against the stock pipelines."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from PIL import Image
 
 from flowshard.cli import main
 from flowshard.config import Config
+from flowshard.config_file import load_config
+from flowshard.data.cache import EncodedCache
 from flowshard.errors import UserError
 from flowshard.families import find_variant, flux_kontext
 from flowshard.families.joint import stack_references
@@ -25,7 +28,7 @@ from flowshard.parallel.processes import Processes
 from flowshard.parity.command import parity
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
-from flowshard.weights.source import recognise_variant
+from flowshard.weights.source import find_any_source, recognise_variant
 from tests import runs, test_families
 from tests.conftest import REPOSITORY
 from tests.launch import torchrun
@@ -44,6 +47,7 @@ PICTURES = {
     "flux.2-klein-base-4b": 2,
 }
 """Variants with reference pictures: how many of them the tests give."""
+MUCH_LIKE_OTHERS = ("qwen-image-edit-2509", "flux.2-klein-base-4b")
 REQUIRED = ("qwen-image-edit", "qwen-image-edit-2511", "flux.1-kontext-dev")
 TEXT_ONLY = ("qwen-image-2512", "flux.1-krea-dev", "z-image")
 OTHERS = ("flux.2-klein-4b", "flux.2-klein-base-9b")
@@ -131,7 +135,10 @@ class EditCase(Case):
         return paths
 
 
-@pytest.fixture(scope="module", params=PICTURES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in MUCH_LIKE_OTHERS else []) for name in PICTURES],
+)
 def case(request: pytest.FixtureRequest, tiny_models: TinyModels) -> EditCase:
     family, _ = find_variant(request.param, option="VARIANT")
     folder = tiny_models(request.param)
@@ -266,6 +273,64 @@ def test_prompts_are_cached_with_the_pictures_that_they_were_read_with(tiny_mode
         assert len(list((cache / "media").iterdir())) == 2
 
 
+def test_the_cache_tells_columns_apart(tiny_models: TinyModels, tmp_path: Path) -> None:
+    variant = "flux.2-klein-9b"
+    inputs = check_inputs(_config(tiny_models(variant), variant, tmp_path, [{}]))
+    cache = EncodedCache(tmp_path, inputs.config, inputs.family, inputs.source, torch.float32)
+    row = inputs.metadata.rows[0]
+    one, other = (replace(row, inputs={column: (row.media,)}) for column in ("edit_image", "end_image"))
+    assert cache._media_file(one) != cache._media_file(other)
+
+
+@pytest.mark.parametrize("variant", NEW)
+def test_the_example_names_the_published_model_and_is_right(
+    tiny_models: TinyModels, tmp_path: Path, variant: str
+) -> None:
+    file = REPOSITORY / "examples" / f"{variant}_lora.yaml"
+    published = load_config(file, [])
+    assert published.model.path == find_variant(variant, option="")[1].hub_id
+    assert published.train.global_batch % 8 == 0
+    inputs = check_inputs(load_config(file, [f"model.path={tiny_models(variant)}", f"output={tmp_path}"]))
+    assert inputs.variant.name == variant
+    assert all(bool(row.inputs) == bool(inputs.family.inputs) for row in inputs.metadata.rows)
+
+
+def test_published_processors_are_read_without_torchvision(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """As their folders are: the names of classes that need it, and a tokenizer that knows of no image token."""
+    variant = "qwen-image-edit-2509"
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_models(variant), folder)
+    processor = folder / "processor"
+    stock = DiffusionPipeline.from_pretrained(folder)
+    (processor / "processor_config.json").unlink()
+    own = json.loads((processor / "tokenizer_config.json").read_text())
+    assert own.pop("image_token") == "<|image_pad|>"
+    own.pop("model_specific_special_tokens", None)
+    (processor / "tokenizer_config.json").write_text(json.dumps(own))
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 28 * 28,
+        "max_pixels": 16 * 28 * 28,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    (processor / "preprocessor_config.json").write_text(json.dumps(settings))
+    (processor / "video_preprocessor_config.json").write_text('{"video_processor_type": "Qwen2VLVideoProcessor"}')
+    index = json.loads((folder / "model_index.json").read_text())
+    index["processor"] = ["transformers", "Qwen2VLProcessor"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    family, _, source = find_any_source(str(folder), variant, option="")
+    pictures = {"edit_image": _pictures()}
+    encoders = family.load_encoders(source, dtype=torch.float32, device=torch.device("cpu"))
+    assert not hasattr(encoders.processor.tokenizer, "image_token")
+    found = family.encode_prompt(encoders, PROMPTS[1], pictures)["prompt_embeds"]
+    assert relative_error(found, family.encode_prompt(stock, PROMPTS[1], pictures)["prompt_embeds"]) <= 1e-6
+    prefix = stock.prompt_template_encode.split("{}")[0]
+    assert len(stock.tokenizer(prefix).input_ids) == stock.prompt_template_encode_start_idx
+
+
 @pytest.mark.parametrize("variant", REQUIRED)
 def test_a_sample_without_its_picture_is_refused_by_the_columns_name(
     tiny_models: TinyModels, tmp_path: Path, variant: str, capsys: pytest.CaptureFixture[str]
@@ -278,7 +343,7 @@ def test_a_sample_without_its_picture_is_refused_by_the_columns_name(
     with pytest.raises(UserError, match=f"row 2: has no '{column}', which this model needs"):
         check_inputs(_config(folder, variant, tmp_path, rows))
     rows[1][column] = ["clip_1.mp4", "clip_2.mp4"]
-    if family.inputs[0].most is None:
+    if family.inputs[0].several:
         check_inputs(_config(folder, variant, tmp_path, rows))
     else:
         with pytest.raises(UserError, match=f"row 2: '{column}' takes one file, not 2"):
@@ -388,7 +453,7 @@ def test_a_variant_without_pictures_trains_and_generates(tiny_models: TinyModels
 
 def test_pictures_and_sample_are_divided_together(tiny_models: TinyModels) -> None:
     """Stock models against themselves on two processes, with references; see `tests/workers/family_sequence.py`."""
-    variants = ("qwen-image-edit-2509", "qwen-image-edit-2511", "flux.1-kontext-dev", "flux.2-klein-base-4b")
+    variants = ("qwen-image-edit-2511", "flux.1-kontext-dev", "flux.2-klein-base-4b")
     models = [f"{variant}={tiny_models(variant) / 'transformer'}" for variant in variants]
     done = torchrun(2, ["tests.workers.family_sequence", *models])
     assert done.returncode == 0, done.stderr[-3000:]

@@ -149,7 +149,7 @@ def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict
     for column, one in known.items():
         if one.required and column not in files:
             raise UserError(f"--input {column}=FILE: {variant.name} needs it")
-        if not one.takes(len(files.get(column, ()))):
+        if len(files.get(column, ())) > 1 and not one.several:
             raise UserError(f"--input {column}: {variant.name} takes one file")
         if one.kind == "images":
             for file in files.get(column, ()):

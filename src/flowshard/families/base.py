@@ -49,13 +49,8 @@ class Input:
     """Which frame of the sample's own clip it is for rows that name no file."""
     required: bool = True
     """Whether a row without it is refused, if the clip does not give it."""
-    most: int | None = None
-    """Of `images`, how many a sample can have at most; None if any number."""
-
-    def takes(self, files: int) -> bool:
-        """Whether a sample can have that many of them."""
-        most = self.most if self.kind == "images" else 1
-        return most is None or files <= most
+    several: bool = False
+    """Whether a sample can have more than one of `images`."""
 
 
 Inputs = Mapping[str, Any]

@@ -51,7 +51,7 @@ class Flux2(JointFamily):
         )
     }
     pipeline_class = "Flux2Pipeline"
-    inputs = (Input("edit_image", "images", required=False),)
+    inputs = (Input("edit_image", "images", required=False, several=True),)
     transformer_class = "Flux2Transformer2DModel"
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = False

@@ -47,7 +47,7 @@ class FluxKontext(Flux):
         )
     }
     pipeline_class = "FluxKontextPipeline"
-    inputs = (Input("kontext_images", "images", most=1),)
+    inputs = (Input("kontext_images", "images"),)
 
     def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:
         """That of the sizes whose aspect ratio is nearest."""

@@ -32,7 +32,7 @@ class QwenImageEdit(QwenImage):
         )
     }
     pipeline_class = "QwenImageEditPipeline"
-    inputs = (Input("edit_image", "images", most=1),)
+    inputs = (Input("edit_image", "images"),)
     text_inputs = ("edit_image",)
     text_components = ("text_encoder", "tokenizer", "processor")
     reference_area: ClassVar[int] = _AREA
@@ -115,7 +115,7 @@ class QwenImageEditPlus(QwenImageEdit):
         )
     }
     pipeline_class = "QwenImageEditPlusPipeline"
-    inputs = (Input("edit_image", "images"),)
+    inputs = (Input("edit_image", "images", several=True),)
     seen_area = 384 * 384
 
     @staticmethod

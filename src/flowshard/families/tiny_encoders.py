@@ -79,7 +79,7 @@ def qwen_processor() -> Any:
     """
     from transformers import PaddleOCRVLProcessor, Qwen2VLImageProcessorPil
 
-    tokenizer = qwen_tokenizer(edit=True, extra_special_tokens={"image_token": "<|image_pad|>"})
+    tokenizer = qwen_tokenizer(edit=True, image_token="<|image_pad|>")  # noqa: S106
     pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
     return PaddleOCRVLProcessor(pictures, tokenizer)
 
