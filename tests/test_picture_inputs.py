@@ -87,9 +87,12 @@ def test_a_sample_without_its_picture_is_refused_by_the_columns_name(
 
 def test_pictures_are_no_must_for_flux2(tiny_models: TinyModels, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{}, {"edit_image": ["clip_1.mp4"]}]
-    inputs = check_inputs(run_config(tiny_models("flux.2-klein-9b"), "flux.2-klein-9b", tmp_path, rows))
+    variant = "flux.2-klein-9b"
+    inputs = check_inputs(run_config(tiny_models(variant), variant, tmp_path, rows))
     conditions = [runs.batches(inputs)._dataset[index].conditions for index in range(2)]
     assert ["reference.0" in one for one in conditions] == [False, True]
+    with pytest.raises(UserError, match=r"row 1 has none, row 2 edit_image 320x176; use train\.micro_batch=1"):
+        check_inputs(run_config(tiny_models(variant), variant, tmp_path, rows, "train.micro_batch=2"))
 
 
 def test_pictures_that_do_not_fit_in_one_micro_batch_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
