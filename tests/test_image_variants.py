@@ -257,7 +257,7 @@ def test_pictures_and_sample_are_divided_together(tiny_models: TinyModels) -> No
     """Stock models against themselves on two processes, with references; see `tests/workers/family_sequence.py`."""
     variants = ("qwen-image-edit-2511", "flux.1-kontext-dev", "flux.2-klein-base-4b")
     models = [f"{variant}={tiny_models(variant) / 'transformer'}" for variant in variants]
-    done = torchrun(2, ["tests.workers.family_sequence", *models])
+    done = torchrun(2, ["tests.workers.family_sequence", "--pictures", *models])
     assert done.returncode == 0, done.stderr[-3000:]
     for variant in variants:
         assert f"{variant}, ulysses 2 x ring 1: with pictures, " in done.stdout
