@@ -12,7 +12,8 @@ from tests.test_layouts_agree import METHODS, POLICIES, STRATEGIES, options
 TinyModels = Callable[[str], Path]
 PICTURE = ["data.frames=1", "data.height=64", "data.width=48"]
 """12 tokens of image."""
-TARGETS = "lora.targets=null"
+OWN = {"lora": (*METHODS["lora"], "lora.targets=null", "lora.rank=4"), "full": METHODS["full"]}
+"""Options of each method, with the family's own layers for adapters."""
 
 
 def _options(
@@ -55,9 +56,8 @@ def _subset(tmp_path: Path, half: int) -> list[str]:
 def test_every_strategy_equals_one_process(
     tiny_models: TinyModels, tmp_path: Path, variant: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = (*METHODS[method], TARGETS, "lora.rank=4") if method == "lora" else METHODS[method]
     half = IMAGES.index(variant) // 2 % 2
-    parity(_options(tiny_models, variant, _subset(tmp_path, half), *chosen, steps=2))
+    parity(_options(tiny_models, variant, _subset(tmp_path, half), *OWN[method], steps=2))
     assert "all layouts agree" in capsys.readouterr().out
 
 
@@ -71,7 +71,7 @@ def test_every_strategy_and_policy_equals_one_process(tiny_models: TinyModels, v
         for policy in POLICIES
         for micro, sequence in ((1, 1), (2, 2))
     ]
-    parity(_options(tiny_models, variant, ["single", *cases], *METHODS[method], steps=2))
+    parity(_options(tiny_models, variant, ["single", *cases], *OWN[method], steps=2))
 
 
 @pytest.mark.slow
@@ -94,6 +94,6 @@ def test_four_processes_equal_one(tiny_models: TinyModels, variant: str) -> None
 def test_zero3_follows_zero2(tiny_models: TinyModels, variant: str, method: str) -> None:
     """In bfloat16 within 0.001 over twenty steps; in float32 within 1e-6."""
     layouts = ["zero2:2", "zero3:2,activations=offload"]
-    own = METHODS[method]
+    own = OWN[method]
     parity(_options(tiny_models, variant, layouts, *own, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
     parity(_options(tiny_models, variant, layouts, *own, steps=5, tolerance=1e-6))

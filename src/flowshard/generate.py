@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from flowshard.data.media import read_inputs, write_video
+from flowshard.data.media import picture_size, read_inputs, write_video
 from flowshard.errors import UserError
 from flowshard.families import Family
 from flowshard.families.base import Sampling, Variant
@@ -101,7 +101,7 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     sampling = replace(variant.sampling, **{name: value for name, value in asked.items() if value is not None})
     family.check_size(sampling.height, sampling.width, sampling.frames, where="--")
     if options.negative_prompt and not family.takes_negative_prompt:
-        raise UserError(f"--negative-prompt: {variant.name} takes none, as it does no classifier-free guidance")
+        raise UserError(f"--negative-prompt: {variant.name} takes none")
     wanted = ".png" if sampling.frames == 1 else ".mp4"
     if options.output.suffix.lower() != wanted:
         what = "one frame is" if sampling.frames == 1 else f"{sampling.frames} frames are"
@@ -159,8 +159,15 @@ def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict
     for column, one in known.items():
         if one.required and column not in files:
             raise UserError(f"--input {column}=FILE: {variant.name} needs it")
-        if one.kind != "images" and len(files.get(column, ())) > 1:
-            raise UserError(f"--input {column}: takes one file")
+        if len(files.get(column, ())) > 1 and not one.several:
+            raise UserError(f"--input {column}: {variant.name} takes one file")
+        if one.kind == "images":
+            for file in files.get(column, ()):
+                where = f"--input {column}={file}"
+                try:
+                    family.input_shape(picture_size(file, where=where))
+                except UserError as error:
+                    raise UserError(f"{where}: {error}") from None
     family.check_given(files.keys(), where="--input: ")
     return files
 

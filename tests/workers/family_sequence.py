@@ -1,7 +1,8 @@
 """The stock transformer of every family against itself with its tokens divided: output and every gradient.
 
-    torchrun --nproc-per-node N -m tests.workers.family_sequence VARIANT=TRANSFORMER_FOLDER ...
+    torchrun --nproc-per-node N -m tests.workers.family_sequence [--pictures] VARIANT=TRANSFORMER_FOLDER ...
 
+With `--pictures` the samples have reference pictures.
 Prints a line for every variant, split and case that held.
 """
 
@@ -30,13 +31,15 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 """Of latents, by family and case."""
 PROMPTS: dict[str, tuple[int, ...]] = {"prompts of 2 and 40 tokens": (2, 40), "a prompt of 3 tokens": (3,)}
 """Tokens of the prompts of a batch. Eight processes have more members than some prompts have tokens."""
+REFERENCES = ((2, 3), (4, 2))
+"""Height and width of the latents of reference pictures: 14 tokens."""
 PADDED = ("wan", "flux", "flux2")
 """Families whose prompts all have the same length. It is a short one here: in a sum over hundreds of equal keys of padding
 rounding would be more than the bounds allow."""
 OWN_TIMESTEPS = "a timestep for each token"
 
 
-def cases(family: Family, config: Any) -> dict[str, Callable[[torch.nn.Module], torch.Tensor]]:
+def cases(family: Family, config: Any, *, pictures: bool) -> dict[str, Callable[[torch.nn.Module], torch.Tensor]]:
     """From a model to its prediction."""
     found: dict[str, Callable[[torch.nn.Module], torch.Tensor]] = {}
     for shape_name, shape in SHAPES[family.name].items():
@@ -48,6 +51,9 @@ def cases(family: Family, config: Any) -> dict[str, Callable[[torch.nn.Module], 
                 conditions = {name: torch.stack([prompt[name] for prompt in prompts]) for name in prompts[0]}
             else:
                 conditions = family.batch_conditions(prompts)
+            if pictures:
+                for place, size in enumerate(REFERENCES):
+                    conditions[f"reference.{place}"] = draw(len(lengths), shape[0], *size, seed=place)
             if family.takes_guidance(config):
                 conditions["guidance"] = torch.full((len(lengths),), 3.5)
             noisy, sigma = draw(len(lengths), *shape, seed=1), torch.tensor([0.7, 0.2][: len(lengths)])
@@ -60,7 +66,7 @@ def cases(family: Family, config: Any) -> dict[str, Callable[[torch.nn.Module], 
             ) -> torch.Tensor:
                 return family.denoise(model, noisy, sigma, conditions)
 
-            found[f"{shape_name}, {prompts_name}"] = predict
+            found[f"{'with pictures, ' if pictures else ''}{shape_name}, {prompts_name}"] = predict
     if family.name == "wan":
         found[OWN_TIMESTEPS] = _per_token
     return found
@@ -92,13 +98,14 @@ def run(model: torch.nn.Module, predict: Callable[[torch.nn.Module], torch.Tenso
     return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(family: Family, folder: Path, variant: str) -> None:
+def compare(family: Family, folder: Path, variant: str, *, pictures: bool) -> None:
     """All splits and cases of a family."""
     world = dist.get_world_size()
     model_class = getattr(diffusers, family.transformer_class)
     stock = model_class.from_pretrained(folder)
     heads = stock.config[family.heads_setting]
-    expected = {name: (predict, *run(stock, predict)) for name, predict in cases(family, stock.config).items()}
+    made = cases(family, stock.config, pictures=pictures)
+    expected = {name: (predict, *run(stock, predict)) for name, predict in made.items()}
     for ulysses in (number for number in range(1, world + 1) if world % number == 0 and heads % number == 0):
         model = model_class.from_pretrained(folder)
         group = make_group(ulysses, world // ulysses)
@@ -126,9 +133,10 @@ def compare(family: Family, folder: Path, variant: str) -> None:
 
 def main(arguments: list[str]) -> None:
     dist.init_process_group("gloo")
-    for argument in arguments:
+    pictures = arguments[0] == "--pictures"
+    for argument in arguments[pictures:]:
         variant, _, folder = argument.partition("=")
-        compare(find_variant(variant, option="VARIANT")[0], Path(folder), variant)
+        compare(find_variant(variant, option="VARIANT")[0], Path(folder), variant, pictures=pictures)
     dist.destroy_process_group()
 
 

@@ -103,7 +103,7 @@ class EncodedCache:
         return load_file(self._text_file(row))
 
     def _media_file(self, row: Row) -> Path:
-        key = ("media", row.files)
+        key = ("media", (row.media, *row.inputs.items()))
         if key not in self._files:
             own = {"sha256": self._hashes.of(row.media), **self._hashed(row, list(row.inputs))}
             self._files[key] = self._entry("media", {**self._media_basis, **own})
@@ -111,7 +111,7 @@ class EncodedCache:
 
     def _text_file(self, row: Row) -> Path:
         columns = [column for column in self._text_inputs if column in row.inputs]
-        key = ("text", (row.prompt, *(row.inputs[column] for column in columns)))
+        key = ("text", (row.prompt, *((column, row.inputs[column]) for column in columns)))
         if key not in self._files:
             own = {"prompt": row.prompt, **self._hashed(row, columns)}
             self._files[key] = self._entry("text", {**self._text_basis, **own})

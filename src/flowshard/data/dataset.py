@@ -57,7 +57,11 @@ class Encoder:
         inputs = self._inputs(row, [one.column for one in self.family.inputs], frames)
         encoders = self._load()
         own = self.family.encode_media(encoders, frames)
-        return self._checked({**own, **self.family.encode_inputs(encoders, frames, inputs)}, where)
+        try:
+            more = self.family.encode_inputs(encoders, frames, inputs)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        return self._checked({**own, **more}, where)
 
     def text(self, row: Row) -> dict[str, torch.Tensor]:
         """Tensors of the row's prompt."""

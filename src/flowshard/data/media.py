@@ -9,7 +9,7 @@ from typing import Any
 
 import av
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from flowshard.errors import UserError
 from flowshard.families.base import Input, Inputs
@@ -114,6 +114,23 @@ def read_picture(path: Path, *, where: str) -> Image.Image:
         reason = " ".join(str(error).split()) or "it holds no picture"
         raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
     return picture
+
+
+def picture_size(path: Path, *, where: str) -> tuple[int, int]:
+    """Width and height of what `read_picture` gives, of a still picture without decoding it.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
+    if not is_image(path):
+        return read_picture(path, where=where).size
+    try:
+        with Image.open(path) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4  # a quarter turn, mirrored or not
+            return image.size[::-1] if turned else image.size
+    except Exception as error:  # as in `read_frames`
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
 
 
 def _image(path: Path) -> Generator[Image.Image, None, None]:

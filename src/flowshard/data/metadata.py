@@ -243,7 +243,7 @@ def _input_files(path: Path, number: int, record: dict[str, Any], root: Path, on
     names = [] if value in (None, "") else value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) and name for name in names):
         raise UserError(f"{path}: row {number}: {one.column!r} must be a file or a list of files, not {value!r}")
-    if len(names) > 1 and one.kind != "images":
+    if len(names) > 1 and not one.several:
         raise UserError(f"{path}: row {number}: {one.column!r} takes one file, not {len(names)}")
     if not names and one.required and one.from_clip is None:
         raise UserError(f"{path}: row {number}: has no {one.column!r}, which this model needs")

@@ -18,8 +18,12 @@ _FAMILIES = {
     "wan-ti2v": "flowshard.families.wan_ti2v:WanTextImage",
     "wan-vace": "flowshard.families.wan_vace:WanVace",
     "qwen-image": "flowshard.families.qwen_image:QwenImage",
+    "qwen-image-edit": "flowshard.families.qwen_image_edit:QwenImageEdit",
+    "qwen-image-edit-plus": "flowshard.families.qwen_image_edit:QwenImageEditPlus",
     "flux": "flowshard.families.flux:Flux",
+    "flux-kontext": "flowshard.families.flux_kontext:FluxKontext",
     "flux2": "flowshard.families.flux2:Flux2",
+    "flux2-klein": "flowshard.families.flux2_klein:Flux2Klein",
     "z-image": "flowshard.families.z_image:ZImage",
 }
 

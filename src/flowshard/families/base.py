@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -51,6 +51,8 @@ class Input:
     """Which frame of the sample's own clip it is for rows that name no file."""
     required: bool = True
     """Whether a row without it is refused, if the clip does not give it."""
+    several: bool = False
+    """Whether a sample can have more than one of `images`."""
 
 
 Inputs = Mapping[str, Any]
@@ -69,6 +71,8 @@ class Variant:
     scheduler: Mapping[str, Any]
     """Sigma shift of the publisher's scheduler in diffusers' terms, for models that come without their scheduler."""
     sampling: Sampling
+    known_by: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of pipeline, transformer or scheduler that tell it from its siblings; one that is not there is false."""
     experts: Mapping[str, tuple[float, float]] | None = None
     """Of a model with two transformers: `high` and `low` to the range of sigma that each is for."""
 
@@ -172,6 +176,18 @@ class Family(ABC):
             * (width // self.spatial_multiple)
             * ((frames - 1) // self.frame_stride + 1)
         )
+
+    def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width at which a picture of `images` is encoded; those of a micro-batch agree in it.
+
+        Args:
+            size: width and height of the picture.
+
+        Raises:
+            UserError: the model takes no picture of that size.
+        """
+        width, height = size
+        return height, width
 
     def resolve_targets(self, targets: Sequence[str] | None) -> list[str]:
         """The user's LoRA targets, or the default ones, in diffusers' names."""

@@ -9,7 +9,7 @@ from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import FLUX_VAE, prompt_length
-from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
+from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
 
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from flowshard.families.base import Tensors
     from flowshard.weights.files import TensorInfo
 
+SCHEDULER: Mapping[str, Any] = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+    "shift": 3.0,
+}
 TEXT_TOKENS = 512
 """Length to which a prompt is padded; the transformer attends to the padding."""
 _QKV, _ADDED_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -36,15 +44,15 @@ class Flux(JointFamily):
                 "flux.1-dev",
                 "black-forest-labs/FLUX.1-dev",
                 heads=24,
-                scheduler={
-                    "use_dynamic_shifting": True,
-                    "base_shift": 0.5,
-                    "max_shift": 1.15,
-                    "base_image_seq_len": 256,
-                    "max_image_seq_len": 4096,
-                    "shift": 3.0,
-                },
+                scheduler=SCHEDULER,
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=3.5),
+            ),
+            Variant(
+                "flux.1-krea-dev",
+                "black-forest-labs/FLUX.1-Krea-dev",
+                heads=24,
+                scheduler=SCHEDULER,
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=4.5),
             ),
         )
     }
@@ -124,24 +132,29 @@ class Flux(JointFamily):
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
         import torch
 
-        return {name: torch.stack([one[name] for one in conditions]) for name in conditions[0]}
+        text = ("prompt_embeds", "pooled_prompt_embeds")
+        stacked = {name: torch.stack([one[name] for one in conditions]) for name in text}
+        return {**stacked, **stack_references(conditions)}
 
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
         import torch
 
-        _, _, height, width = noisy.shape
+        images = grids(noisy, conditions)
         text = conditions["prompt_embeds"]
-        rows, columns = (torch.arange(size, device=noisy.device, dtype=torch.float32) for size in (height, width))
-        places = torch.cartesian_prod(torch.zeros(1, device=noisy.device), rows, columns)
+
+        def places(index: int, image: torch.Tensor) -> torch.Tensor:
+            axes = [torch.arange(size, device=noisy.device, dtype=torch.float32) for size in image.shape[2:]]
+            return torch.cartesian_prod(torch.full((1,), float(index), device=noisy.device), *axes)
+
         prediction = transformer(
-            hidden_states=to_sequence(noisy),
+            hidden_states=join_grids(images),
             encoder_hidden_states=text,
             pooled_projections=conditions["pooled_prompt_embeds"],
             timestep=sigma,
             guidance=conditions.get("guidance"),
-            img_ids=places,
+            img_ids=torch.cat([places(index, image) for index, image in enumerate(images)]),
             txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device),
             return_dict=False,
         )[0]
@@ -152,12 +165,18 @@ class Flux(JointFamily):
         return plan_of_two_streams(self, transformer, tokens)
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        return self.sample_flux(pipeline, arguments)
+
+    def sample_flux(self, pipeline: Any, arguments: Mapping[str, Any], **own: Any) -> np.ndarray:
+        """`generate` with further arguments of the pipeline."""
         pipeline.vae.to(pipeline.text_encoder_2.dtype)  # the pipeline does not convert what it decodes
         length = prompt_length(pipeline.tokenizer_2, TEXT_TOKENS)
-        return self.sample(pipeline, arguments, guidance_scale=arguments["guidance"], max_sequence_length=length)
+        guidance = arguments["guidance"]
+        return self.sample(pipeline, arguments, guidance_scale=guidance, max_sequence_length=length, **own)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+        import diffusers
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
         from flowshard.families import tiny, tiny_encoders
         from flowshard.seeds import isolated_rng
@@ -177,7 +196,7 @@ class Flux(JointFamily):
                 guidance_embeds=True,
                 axes_dims_rope=(2, 2, 2),
             )
-        return FluxPipeline(
+        return getattr(diffusers, self.pipeline_class)(
             scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
             vae=vae.eval(),
             text_encoder=text_encoder.eval(),

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Sampling, Variant
+from flowshard.errors import UserError
+from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tokens
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import prompt_length
-from flowshard.families.joint import JointFamily, to_grid, to_sequence
+from flowshard.families.joint import JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from PIL import Image
 
     from flowshard.families.base import Tensors
     from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 
+SCHEDULER: Mapping[str, Any] = {"use_dynamic_shifting": True, "shift": 3.0}
+REFERENCE_AREA = 1024 * 1024
+"""Pixels of a reference picture; larger ones are made smaller."""
+_SHORTEST_SIDE, _LARGEST_RATIO = 64, 8
+"""What the pipeline asks of reference pictures."""
+_FIRST_REFERENCE, _BETWEEN_REFERENCES = 10, 10
+"""Places of reference pictures on the first axis, where the sample itself is at 0."""
 _STEPS = 50
 """Sampling steps for which the shift is taken, which depends on them."""
 
@@ -37,12 +47,13 @@ class Flux2(JointFamily):
                 "flux.2-dev",
                 "black-forest-labs/FLUX.2-dev",
                 heads=48,
-                scheduler={"use_dynamic_shifting": True, "shift": 3.0},
+                scheduler=SCHEDULER,
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=_STEPS, guidance=4.0),
             ),
         )
     }
     pipeline_class = "Flux2Pipeline"
+    inputs = (Input("edit_image", "images", required=False, several=True),)
     transformer_class = "Flux2Transformer2DModel"
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = False
@@ -92,6 +103,19 @@ class Flux2(JointFamily):
         # The config of FLUX.2-dev is older than this entry, whose default is true.
         return bool(config.get("guidance_embeds", True))
 
+    def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = size
+        if min(size) < _SHORTEST_SIDE or max(size) > _LARGEST_RATIO * min(size):
+            raise UserError(
+                f"a picture of {width}x{height}; {self.name} takes sides of at least {_SHORTEST_SIDE} pixels, one at most "
+                f"{_LARGEST_RATIO} times the other"
+            )
+        if width * height > REFERENCE_AREA:
+            scale = math.sqrt(REFERENCE_AREA / (width * height))
+            width, height = int(width * scale), int(height * scale)
+        multiple = self.spatial_multiple
+        return height // multiple * multiple, width // multiple * multiple
+
     def dynamic_shift(self, scheduler: Mapping[str, Any], tokens: int) -> float:
         """mu as the publisher's sampler has it: a line for 10 steps and one for 200, and between them for others.
 
@@ -121,6 +145,17 @@ class Flux2(JointFamily):
         normalised = (torch.pixel_unshuffle(latents, 2) - mean) / (variance + vae.config.batch_norm_eps).sqrt()
         return {"latents": normalised[0].cpu()}
 
+    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
+        import torch
+
+        height, width = self.input_shape(picture.size)
+        processor, vae = encoders.image_processor, encoders.vae
+        smaller = processor._resize_if_exceeds_area(picture, REFERENCE_AREA)
+        pixels = processor.preprocess(smaller, height=height, width=width, resize_mode="crop")
+        with torch.no_grad():
+            latents: torch.Tensor = encoders._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        return latents[0]
+
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch
 
@@ -133,27 +168,33 @@ class Flux2(JointFamily):
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
         import torch
 
-        return {"prompt_embeds": torch.stack([one["prompt_embeds"] for one in conditions])}
+        prompts = torch.stack([one["prompt_embeds"] for one in conditions])
+        return {"prompt_embeds": prompts, **stack_references(conditions)}
 
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
         import torch
 
-        batch, _, height, width = noisy.shape
+        images = grids(noisy, conditions)
         text = conditions["prompt_embeds"]
 
-        def places(rows: int, columns: int, length: int) -> torch.Tensor:
-            axes = [torch.arange(size, device=noisy.device) for size in (1, rows, columns, length)]
-            return torch.cartesian_prod(*axes).expand(batch, -1, -1)
+        def places(first: int, rows: int, columns: int, length: int) -> torch.Tensor:
+            axes = [torch.arange(size, device=noisy.device) for size in (rows, columns, length)]
+            whole = torch.cartesian_prod(torch.full((1,), first, device=noisy.device), *axes)
+            return whole.expand(len(noisy), -1, -1)
 
+        firsts = [0, *(_FIRST_REFERENCE + index * _BETWEEN_REFERENCES for index in range(len(images) - 1))]
+        of_images = [
+            places(first, image.shape[2], image.shape[3], 1) for first, image in zip(firsts, images, strict=True)
+        ]
         prediction = transformer(
-            hidden_states=to_sequence(noisy),
+            hidden_states=join_grids(images),
             encoder_hidden_states=text,
             timestep=sigma,
             guidance=conditions.get("guidance"),
-            img_ids=places(height, width, 1),
-            txt_ids=places(1, 1, text.shape[1]),
+            img_ids=torch.cat(of_images, dim=1),
+            txt_ids=places(0, 1, 1, text.shape[1]),
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
@@ -167,34 +208,58 @@ class Flux2(JointFamily):
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         pipeline.vae.to(pipeline.text_encoder.dtype)  # the pipeline does not convert what it decodes
         length = prompt_length(pipeline.tokenizer, TEXT_TOKENS)
-        return self.sample(pipeline, arguments, guidance_scale=arguments["guidance"], max_sequence_length=length)
+        return self.sample(
+            pipeline,
+            arguments,
+            image=arguments["inputs"].get("edit_image"),
+            guidance_scale=arguments["guidance"],
+            max_sequence_length=length,
+        )
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
+        from flowshard.families import tiny_encoders
+
+        tokenizer = tiny_encoders.mistral_tokenizer()
+        tokenizer.model_max_length = 128  # of which the template takes a quarter
+        return self.tiny_of(tokenizer, tiny_encoders.mistral3_encoder, variant, seed=seed, guidance_embeds=True)
+
+    def tiny_of(
+        self,
+        tokenizer: Any,
+        make_text_encoder: Callable[[Any], Any],
+        variant: Variant,
+        *,
+        seed: int,
+        guidance_embeds: bool,
+        **settings: Any,
+    ) -> Any:
+        """The tiny pipeline with this tokenizer, a text encoder for it and, where it has more `settings`, with these."""
+        import diffusers
+        from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 
         from flowshard.families import tiny_encoders
         from flowshard.seeds import isolated_rng
 
-        tokenizer = tiny_encoders.mistral_tokenizer()
-        tokenizer.model_max_length = 128  # of which the template takes a quarter
         with isolated_rng(seed, "tiny", variant.name):
-            text_encoder = tiny_encoders.mistral3_encoder(tokenizer)
+            text_encoder = make_text_encoder(tokenizer)
             vae = tiny_encoders.flux2_vae()
             transformer = Flux2Transformer2DModel(
                 num_layers=1,
                 num_single_layers=2,
                 attention_head_dim=8,
                 num_attention_heads=variant.heads,
-                joint_attention_dim=3 * tiny_encoders.MISTRAL_WIDTH,
+                joint_attention_dim=3 * tiny_encoders.NARROW_WIDTH,
                 mlp_ratio=1.0,
                 axes_dims_rope=(2, 2, 2, 2),
+                guidance_embeds=guidance_embeds,
             )
-        return Flux2Pipeline(
+        return getattr(diffusers, self.pipeline_class)(
             scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
             vae=vae.eval(),
             text_encoder=text_encoder.eval(),
             tokenizer=tokenizer,
             transformer=transformer.eval(),
+            **settings,
         )
 
 

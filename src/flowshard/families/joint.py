@@ -6,25 +6,79 @@ which these models take them: that of `torch.pixel_unshuffle`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowshard.errors import UserError
 from flowshard.families.images import ImageFamily
 from flowshard.families.sequence import Tokens
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from PIL import Image
+
+    from flowshard.families.base import Inputs, Tensors
 
 Rotate = Callable[..., "torch.Tensor"]
 """Applies rotary tables to (batch, tokens, heads, size)."""
 
 
+_REFERENCE = "reference."
+"""Conditions have the latents of each reference picture under this name and its place."""
+
+
 class JointFamily(ImageFamily):
-    """A family whose transformer takes a sequence of image tokens beside one of text tokens."""
+    """A family whose transformer takes a sequence of image tokens beside one of text tokens.
+
+    Reference pictures (`Family.inputs`) are further image tokens, clean, behind those of the sample.
+    """
+
+    def encode_inputs(self, encoders: Any, frames: np.ndarray, inputs: Inputs) -> Tensors:  # noqa: ARG002
+        pictures = [picture for one in self.inputs for picture in inputs.get(one.column, ())]
+        return {
+            f"{_REFERENCE}{place}": self.encode_reference(encoders, picture).float().cpu().contiguous()
+            for place, picture in enumerate(pictures)
+        }
+
+    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
+        """Latents of a reference picture of any size as the pipeline prepares them: a grid of tokens without batch."""
+        raise NotImplementedError(f"{self.name} takes no pictures")
 
     def tokens(self, shape: torch.Size) -> int:
         _, height, width = shape
         return height * width
+
+
+def stack_references(conditions: Sequence[Tensors]) -> Tensors:
+    """The reference pictures of a micro-batch, each (batch, channels, height, width).
+
+    Raises:
+        UserError: the samples differ in their number or in their sizes.
+    """
+    import torch
+
+    each = [{name: one[name] for name in one if name.startswith(_REFERENCE)} for one in conditions]
+    shapes = [{name: tensor.shape for name, tensor in one.items()} for one in each]
+    if any(shape != shapes[0] for shape in shapes):
+        raise UserError(
+            "train.micro_batch: samples of one micro-batch have reference pictures of other number or size; use "
+            "train.micro_batch=1"
+        )
+    return {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+
+def grids(noisy: torch.Tensor, conditions: Tensors) -> list[torch.Tensor]:
+    """Latents of the sample and, in order, of its reference pictures, each (batch, channels, height, width)."""
+    count = sum(name.startswith(_REFERENCE) for name in conditions)
+    return [noisy, *(conditions[f"{_REFERENCE}{place}"] for place in range(count))]
+
+
+def join_grids(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Grids one after another as (batch, tokens, channels)."""
+    import torch
+
+    return torch.cat([to_sequence(part) for part in parts], dim=1)
 
 
 def to_sequence(latents: torch.Tensor) -> torch.Tensor:
@@ -33,8 +87,9 @@ def to_sequence(latents: torch.Tensor) -> torch.Tensor:
 
 
 def to_grid(sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The opposite of `to_sequence`, in the shape of `like`."""
-    return sequence.transpose(1, 2).reshape(like.shape)
+    """The opposite of `to_sequence`, in the shape of `like`; tokens behind those of `like` are left out."""
+    own = sequence[:, : like.shape[2] * like.shape[3]]
+    return own.transpose(1, 2).reshape(like.shape)
 
 
 class JointAttention:

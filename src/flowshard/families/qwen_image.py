@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.image_files import count_blocks, parts
-from flowshard.families.joint import JointAttention, JointFamily, to_grid, to_sequence
+from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from flowshard.families.base import Tensors
     from flowshard.weights.files import TensorInfo
 
+SCHEDULER: Mapping[str, Any] = {
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 8192,
+    "shift_terminal": 0.02,
+}
 TEXT_TOKENS = 1024
 """The longest prompt, in tokens, that the pipeline encodes; the rest is cut off."""
 PATCH = 2
@@ -36,21 +44,21 @@ class QwenImage(JointFamily):
                 "qwen-image",
                 "Qwen/Qwen-Image",
                 heads=24,
-                scheduler={
-                    "use_dynamic_shifting": True,
-                    "base_shift": 0.5,
-                    "max_shift": 0.9,
-                    "base_image_seq_len": 256,
-                    "max_image_seq_len": 8192,
-                    "shift_terminal": 0.02,
-                },
+                scheduler=SCHEDULER,
+                sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
+            ),
+            Variant(
+                "qwen-image-2512",
+                "Qwen/Qwen-Image-2512",
+                heads=24,
+                scheduler=SCHEDULER,
                 sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
             ),
         )
     }
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
-    text_components = ("text_encoder", "tokenizer")
+    text_components: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     takes_negative_prompt = True
     block_lists = {"transformer_blocks": "num_layers"}
     heads_setting = "num_attention_heads"
@@ -119,24 +127,25 @@ class QwenImage(JointFamily):
         """Pad to the longest prompt, with a mask if they differ; the transformer attends to no padding."""
         import torch
 
+        references = stack_references(conditions)
         embeddings = [one["prompt_embeds"] for one in conditions]
         lengths = torch.tensor([len(one) for one in embeddings])
         padded = torch.nn.utils.rnn.pad_sequence(embeddings, batch_first=True)
         longest = padded.shape[1]
         if bool((lengths == longest).all()):
-            return {"prompt_embeds": padded}
-        return {"prompt_embeds": padded, "prompt_mask": torch.arange(longest) < lengths[:, None]}
+            return {"prompt_embeds": padded, **references}
+        return {"prompt_embeds": padded, **references, "prompt_mask": torch.arange(longest) < lengths[:, None]}
 
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
-        batch, _, height, width = noisy.shape
+        images = grids(noisy, conditions)
         prediction = transformer(
-            hidden_states=to_sequence(noisy),
+            hidden_states=join_grids(images),
             timestep=sigma,
             encoder_hidden_states=conditions["prompt_embeds"],
             encoder_hidden_states_mask=conditions.get("prompt_mask"),
-            img_shapes=[[(1, height, width)]] * batch,
+            img_shapes=[[(1, *image.shape[2:]) for image in images]] * len(noisy),
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
@@ -151,10 +160,17 @@ class QwenImage(JointFamily):
         def whole(output: torch.Tensor) -> torch.Tensor:
             return tokens.gather(output, 1, stream="image")
 
+        inputs: dict[str, dict[str, tuple[str, int]]] = {}
+        if transformer.zero_cond_t:
+            # Which tokens are of the sample and which of references, whose timestep is zero.
+            inputs |= {
+                f"transformer_blocks.{index}": {"modulate_index": ("image", 1)}
+                for index in range(len(self.blocks(transformer)))
+            }
+        first = inputs.setdefault("transformer_blocks.0", {})
+        first |= {"hidden_states": ("image", 1), "encoder_hidden_states": ("text", 1)}
         return SequencePlan(
-            inputs={
-                "transformer_blocks.0": {"hidden_states": ("image", 1), "encoder_hidden_states": ("text", 1)},
-            },
+            inputs=inputs,
             outputs={"pos_embed": rotary, "proj_out": whole},
             processors={
                 f"transformer_blocks.{index}.attn": JointAttention(tokens, _rotate)
@@ -172,13 +188,19 @@ class QwenImage(JointFamily):
         )
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+        from flowshard.families import tiny_encoders
+
+        return self.tiny_of(tiny_encoders.qwen_tokenizer(), variant, seed=seed)
+
+    def tiny_of(self, tokenizer: Any, variant: Variant, *, seed: int, **parts: Any) -> Any:
+        """The tiny pipeline with this tokenizer and, where it has more `parts`, with these."""
+        import diffusers
+        from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 
         from flowshard.families import tiny_encoders
         from flowshard.families.tiny import TEXT_WIDTH
         from flowshard.seeds import isolated_rng
 
-        tokenizer = tiny_encoders.qwen_tokenizer()
         with isolated_rng(seed, "tiny", variant.name):
             text_encoder = tiny_encoders.qwen_vl_encoder(tokenizer)
             vae = tiny_encoders.qwen_vae()
@@ -188,13 +210,15 @@ class QwenImage(JointFamily):
                 num_attention_heads=variant.heads,
                 joint_attention_dim=TEXT_WIDTH,
                 axes_dims_rope=(2, 2, 2),
+                zero_cond_t=variant.known_by.get("zero_cond_t", False),
             )
-        return QwenImagePipeline(
+        return getattr(diffusers, self.pipeline_class)(
             scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
             vae=vae.eval(),
             text_encoder=text_encoder.eval(),
             tokenizer=tokenizer,
             transformer=transformer.eval(),
+            **parts,
         )
 
 

@@ -10,14 +10,21 @@ import torch
 
 from flowshard.families.tiny import TEXT_WIDTH
 
-MISTRAL_WIDTH = 32
-"""Width of the Mistral encoder: FLUX.2 puts three of its layers side by side, 96 channels."""
+NARROW_WIDTH = 32
+"""Width of the text encoders of FLUX.2, which puts three of their layers side by side, 96 channels."""
 
 _QWEN_WORDS = (
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:\nuser\nassistant\n"
 )
 """What `QwenImagePipeline` and the chat template of Qwen3 write around a prompt."""
+
+_QWEN_EDIT_WORDS = (
+    "system\nDescribe the key features of the input image (color, shape, size, texture, objects, background), then explain "
+    "how the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate.\nuser\nassistant\nPicture :"
+)
+"""What the pipelines of Qwen-Image-Edit write around a prompt."""
 
 _QWEN_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -51,16 +58,30 @@ _MISTRAL_SPECIAL = {
 _CHANNELS: dict[str, Any] = {"block_out_channels": (4, 4, 8, 8), "norm_num_groups": 4}
 
 
-def qwen_tokenizer() -> Any:
-    """A Qwen2 tokenizer with the chat template of Qwen3, for Qwen-Image and Z-Image.
+def qwen_tokenizer(*, edit: bool = False, **settings: Any) -> Any:
+    """A Qwen2 tokenizer with the chat template of Qwen3, for Qwen-Image, Z-Image and FLUX.2 klein.
 
-    `QwenImagePipeline` cuts off the first 34 tokens, the number that its template has before the prompt with the real
-    tokenizer and therefore has to have with this one.
+    `QwenImagePipeline` cuts off the first 34 tokens, those of Qwen-Image-Edit (`edit`) the first 64: the number that
+    their template has before the prompt with the real tokenizer and therefore has to have with this one.
     """
     from transformers import Qwen2Tokenizer
 
-    vocabulary, merges = _byte_level_bpe(_QWEN_WORDS, Qwen2Tokenizer().backend_tokenizer.pre_tokenizer)
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, chat_template=_QWEN_CHAT, **_QWEN_SPECIAL)
+    words = _QWEN_EDIT_WORDS if edit else _QWEN_WORDS
+    vocabulary, merges = _byte_level_bpe(words, Qwen2Tokenizer().backend_tokenizer.pre_tokenizer)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, chat_template=_QWEN_CHAT, **_QWEN_SPECIAL, **settings)
+
+
+def qwen_processor() -> Any:
+    """What reads prompts with pictures, for `qwen_vl_encoder`.
+
+    The published one, `Qwen2VLProcessor`, needs torchvision as it takes videos too; this one does the same to pictures.
+    They come out small, at most 16 tokens each.
+    """
+    from transformers import PaddleOCRVLProcessor, Qwen2VLImageProcessorPil
+
+    tokenizer = qwen_tokenizer(edit=True, image_token="<|image_pad|>")  # noqa: S106
+    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28})
+    return PaddleOCRVLProcessor(pictures, tokenizer)
 
 
 def _byte_level_bpe(text: str, pre_tokenizer: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -122,6 +143,13 @@ def qwen3_encoder(tokenizer: Any) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3Model
 
     return Qwen3Model(Qwen3Config(**_decoder_sizes(TEXT_WIDTH, tokenizer), num_hidden_layers=3, head_dim=16))
+
+
+def qwen3_language_model(tokenizer: Any) -> torch.nn.Module:
+    """A Qwen3 model of 27 layers, the last that FLUX.2 klein reads, for that tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_decoder_sizes(NARROW_WIDTH, tokenizer), num_hidden_layers=27, head_dim=16))
 
 
 def clip_tokenizer() -> Any:
@@ -203,7 +231,7 @@ def mistral3_encoder(tokenizer: Any) -> torch.nn.Module:
 
     config = Mistral3Config(
         text_config={
-            **_decoder_sizes(MISTRAL_WIDTH, tokenizer),
+            **_decoder_sizes(NARROW_WIDTH, tokenizer),
             "model_type": "mistral",
             "num_hidden_layers": 30,
             "head_dim": 16,

@@ -64,6 +64,15 @@ class ZImage(ImageFamily):
                 heads=30,
                 scheduler={"use_dynamic_shifting": False, "shift": 3.0},
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=9, guidance=0.0),
+                known_by={"shift": 3.0},
+            ),
+            Variant(
+                "z-image",
+                "Tongyi-MAI/Z-Image",
+                heads=30,
+                scheduler={"use_dynamic_shifting": False, "shift": 6.0},
+                sampling=Sampling(height=1280, width=720, frames=1, steps=50, guidance=4.0),
+                known_by={"shift": 6.0},
             ),
         )
     }

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowshard.config import Config
-from flowshard.data.media import is_image
-from flowshard.data.metadata import Metadata, read_metadata
+from flowshard.data.media import is_image, picture_size
+from flowshard.data.metadata import Metadata, Row, read_metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
@@ -206,19 +206,9 @@ def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
 
 
 def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
+    """Refuse samples that a micro-batch cannot hold together, as they may have other shapes."""
     if config.train.micro_batch == 1:
         return
-    optional = [one.column for one in family.inputs if one.from_clip is None]
-    first = metadata.rows[0]
-    for row in metadata.rows:
-        for column in optional:
-            counts = [len(one.inputs.get(column, ())) for one in (first, row)]
-            if counts[0] != counts[1]:
-                raise UserError(
-                    f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in "
-                    f"{metadata.path} the rows {first.number} and {row.number} have {counts[0]} and {counts[1]} files "
-                    f"of {column!r}; use train.micro_batch=1"
-                )
     pictures = [row for row in metadata.rows if is_image(row.media)]
     mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
     if mixed:
@@ -227,6 +217,41 @@ def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
             f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
             "train.micro_batch=1 or data.frames=1"
         )
+
+    first, shapes = metadata.rows[0], _input_shapes(family, metadata, metadata.rows[0])
+    for row in metadata.rows[1:]:
+        others = _input_shapes(family, metadata, row)
+        if others != shapes:
+            raise UserError(
+                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.path} "
+                f"pictures differ: row {first.number} has {_shown(shapes)}, row {row.number} {_shown(others)}; use "
+                "train.micro_batch=1, or pictures alike in number and aspect ratio"
+            )
+        given = [{one.column for one in family.inputs if one.column in each.inputs} for each in (first, row)]
+        if given[0] != given[1]:
+            names = [", ".join(sorted(columns)) or "none" for columns in given]
+            raise UserError(
+                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.path} the "
+                f"inputs differ: row {first.number} has {names[0]}, row {row.number} {names[1]}; use train.micro_batch=1"
+            )
+
+
+def _input_shapes(family: Family, metadata: Metadata, row: Row) -> list[tuple[str, int, int]]:
+    """Column, height and width of the pictures of any size that a row gives the model."""
+    columns = [one.column for one in family.inputs if one.kind == "images"]
+    found = []
+    for column in columns:
+        where = f"{metadata.describe(row)}, {column}"
+        for file in row.inputs.get(column, ()):
+            try:
+                found.append((column, *family.input_shape(picture_size(file, where=where))))
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+    return found
+
+
+def _shown(shapes: list[tuple[str, int, int]]) -> str:
+    return ", ".join(f"{column} {width}x{height}" for column, height, width in shapes) or "none"
 
 
 def _check_sequence(

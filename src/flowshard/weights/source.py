@@ -79,7 +79,9 @@ def find_any_source(
 
 
 def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
-    """The variant that a model's files hold, by the class of the pipeline or the names of the tensors, and the heads.
+    """The variant that a model's files hold, by pipeline or tensors, heads, settings, and the name of the folder.
+
+    Of variants that are alike in all but their weights it is the first, unless the folder has the name of another.
 
     Args:
         path: as for `find_source`.
@@ -97,9 +99,12 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
         if not families:
             known = ", ".join(dict.fromkeys(one.pipeline_class for one in all_families()))
             raise UserError(f"{option}: {folder} holds a {name}, which is none of {known}; give another model")
-        config = read_json(folder / TRANSFORMER_FOLDER / "config.json")
+        files = ("model_index.json", f"{TRANSFORMER_FOLDER}/config.json", "scheduler/scheduler_config.json")
+        settings: dict[str, Any] = {}
+        for file in files:
+            settings |= read_json(folder / file) if (folder / file).is_file() else {}
         candidates = [
-            (family, variant, config)
+            (family, variant, settings)
             for family in families
             for variant in family.variants.values()
             if (variant.experts is not None) == _has_low_expert(folder)
@@ -111,14 +116,11 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
             for variant in family.variants.values():
                 source = _from_files(places, _label(path), family, variant, headers, option)
                 candidates.append((family, variant, source.config))
-    found = [
-        one.name
-        for family, one, config in candidates
-        if config.get(family.heads_setting, one.heads) == one.heads and family.foreign_mark(config) is None
-    ]
-    if len(found) == 1:
-        return found[0]
-    possible = found or [one.name for _, one, _ in candidates]
+    found = [one for family, one, config in candidates if _fits(family, one, config)]
+    named = [one for one in found if isinstance(path, str) and Path(path).name.lower() == Path(one.hub_id).name.lower()]
+    if named or (found and all(_is_alike(one, found[0]) for one in found)):
+        return (named or found)[0].name
+    possible = [one.name for one in found or [one for _, one, _ in candidates]]
     possible = possible or [name for family in all_families() for name in family.variants]
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
 
@@ -144,6 +146,18 @@ def _is_transformer(file: Path) -> bool:
 
 def _has_landmark(names: Iterable[str], family: Family) -> bool:
     return any(part.name == family.landmark for name in names for part in _ours(name, family))
+
+
+def _fits(family: Family, variant: Variant, settings: Mapping[str, Any]) -> bool:
+    """Whether a model with these settings can be the variant."""
+    known = all(settings.get(key, False) == value for key, value in variant.known_by.items())
+    heads = bool(settings.get(family.heads_setting, variant.heads) == variant.heads)
+    return known and heads and family.foreign_mark(settings) is None
+
+
+def _is_alike(one: Variant, other: Variant) -> bool:
+    """Whether two variants differ in nothing but their weights and how they are best sampled: either name will do."""
+    return replace(one, name=other.name, hub_id=other.hub_id, sampling=other.sampling) == other
 
 
 def find_source(

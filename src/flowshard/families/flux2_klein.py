@@ -1,0 +1,45 @@
+"""FLUX.2 [klein] (https://bfl.ai/blog/flux2-klein-towards-interactive-visual-intelligence): small, with Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowshard.families.base import Sampling, Variant
+from flowshard.families.flux2 import SCHEDULER, Flux2
+
+_BASE = Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0)
+_DISTILLED = Sampling(height=1024, width=1024, frames=1, steps=4, guidance=1.0)
+
+
+class Flux2Klein(Flux2):
+    """FLUX.2 [klein] and its base models, which are not distilled and do classifier-free guidance."""
+
+    variants = {
+        name.lower(): Variant(
+            name.lower(),
+            f"black-forest-labs/{name}",
+            heads=heads,
+            scheduler=SCHEDULER,
+            sampling=_DISTILLED if distilled else _BASE,
+            known_by={"is_distilled": distilled},
+        )
+        for name, heads, distilled in (
+            ("FLUX.2-klein-4B", 24, True),
+            ("FLUX.2-klein-9B", 32, True),
+            ("FLUX.2-klein-base-4B", 24, False),
+            ("FLUX.2-klein-base-9B", 32, False),
+        )
+    }
+    pipeline_class = "Flux2KleinPipeline"
+
+    def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
+        from flowshard.families import tiny, tiny_encoders
+
+        return self.tiny_of(
+            tiny_encoders.qwen_tokenizer(model_max_length=tiny.TEXT_TOKENS),
+            tiny_encoders.qwen3_language_model,
+            variant,
+            seed=seed,
+            guidance_embeds=False,
+            **variant.known_by,
+        )

@@ -1,0 +1,71 @@
+"""FLUX.1 Kontext (https://arxiv.org/abs/2506.15742): FLUX.1 with a reference picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.flux import SCHEDULER, Flux
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+SIZES = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+    (1024, 1024),
+    (1104, 944),
+    (1184, 880),
+    (1248, 832),
+    (1328, 800),
+    (1392, 752),
+    (1456, 720),
+    (1504, 688),
+    (1568, 672),
+)
+"""Width and height of the pictures that the model was trained on."""
+
+
+class FluxKontext(Flux):
+    """FLUX.1 Kontext."""
+
+    variants = {
+        "flux.1-kontext-dev": Variant(
+            "flux.1-kontext-dev",
+            "black-forest-labs/FLUX.1-Kontext-dev",
+            heads=24,
+            scheduler=SCHEDULER,
+            sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=2.5),
+        )
+    }
+    pipeline_class = "FluxKontextPipeline"
+    inputs = (Input("kontext_images", "images"),)
+
+    def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:
+        """That of the sizes whose aspect ratio is nearest."""
+        ratio = size[0] / size[1]
+        _, width, height = min((abs(ratio - width / height), width, height) for width, height in SIZES)
+        return height, width
+
+    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
+        import torch
+
+        vae, shape = encoders.vae, self.input_shape(picture.size)
+        pixels = encoders.image_processor.preprocess(picture, *shape)
+        with torch.no_grad():
+            latents = encoders._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        return torch.pixel_unshuffle(latents, 2)[0]
+
+    def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
+        picture = arguments["inputs"]["kontext_images"][0]
+        # The pipeline would scale the size that is asked for to an area of its own.
+        area = arguments["height"] * arguments["width"]
+        return self.sample_flux(pipeline, arguments, image=picture, max_area=area)
