@@ -15,7 +15,7 @@ from flowshard.families.base import Input
 
 FIRST = Input("input_image", "image", from_clip="first")
 LAST = Input("end_image", "image", from_clip="last")
-EDIT = Input("edit_image", "images")
+EDIT = Input("edit_image", "images", several=True)
 CONTROL = Input("control_video", "video")
 MASK = Input("mask", "video", required=False)
 SIZE: dict[str, Any] = {"height": 48, "width": 32, "frames": 5, "where": "row 1"}
