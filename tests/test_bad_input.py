@@ -84,7 +84,9 @@ CASES = [
     _train("unknown-key", "train.stepz=3", parts=("train.stepz: unknown option", "did you mean train.steps?")),
     _train("wrong-type", "train.steps=many", parts=("train.steps: 'many' is not a valid integer",)),
     _train("no-override", "train.steps", parts=("'train.steps'", "option=value")),
-    _train("unknown-variant", "model.variant=wan2.1-t2v-1.33b", parts=("model.variant", "did you mean wan2.1-t2v-1.3b")),
+    _train(
+        "unknown-variant", "model.variant=wan2.1-t2v-1.33b", parts=("model.variant", "did you mean wan2.1-t2v-1.3b")
+    ),
     _train("height-between", "data.height=40", parts=("data.height: 40 is not a multiple of 16", "use 32 or 48")),
     _train("height-too-small", "data.height=8", parts=("data.height: 8 is not a multiple of 16", "use 16")),
     _train("width", "data.width=1080", parts=("data.width: 1080 is not a multiple of 16", "use 1072 or 1088")),
