@@ -203,7 +203,7 @@ def test_other_files_than_the_diffusers_layout_are_refused(
     added: Added, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = next((added.folder / "transformer").glob("*.safetensors"))
-    with pytest.raises(UserError, match=r"aura-flow is read in the diffusers layout only; .* for example fal/AuraFlow"):
+    with pytest.raises(UserError, match=r"auraflow is read in the diffusers layout only; .* for example fal/AuraFlow"):
         find_source(str(file), added.family, added.family.variants[VARIANT], option="model.path")
     with pytest.raises(UserError, match=r"model.variant: cannot tell what .* is; set one of"):
         recognise_variant([str(file)], option="model.path", variant_option="model.variant")
