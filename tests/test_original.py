@@ -17,7 +17,8 @@ from flowshard.cli import main
 from flowshard.errors import UserError
 from flowshard.families import find_variant
 from flowshard.families.tiny import write_tiny_pipeline
-from flowshard.families.wan_files import TEXT_ENCODER, TOKENIZER, VAE, VAE_NAMES
+from flowshard.families.wan_encoders import VAE_NAMES
+from flowshard.families.wan_files import TEXT_ENCODER, TOKENIZER, VAE
 from flowshard.train.inputs import check_inputs
 from flowshard.weights.source import ModelSource, find_source
 from tests import runs
@@ -278,8 +279,8 @@ def test_other_weights_of_a_single_file_are_refused_by_name(
     copy: Path, clips: Path, tiny: Path, tmp_path: Path
 ) -> None:
     tensors = load_file(copy / WEIGHTS)
-    tensors["img_emb.proj.0.weight"] = torch.zeros(1)
+    tensors["ref_conv.weight"] = torch.zeros(1)
     (copy / WEIGHTS).unlink()
     save_file(tensors, copy / WEIGHTS)
-    with pytest.raises(UserError, match=r"the model has no place for img_emb.proj.0.weight"):
+    with pytest.raises(UserError, match=r"the model has no place for ref_conv.weight"):
         runs.fill_model(check_inputs(runs.config(tiny, clips, tmp_path / "run", f"model.path={copy}")))

@@ -118,11 +118,6 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
         raise UserError(f"--sequence: {options.sequence} processes cannot share {tokens} tokens; use at most {tokens}")
     if options.lora is not None and options.weights is not None:
         raise UserError("--lora and --weights exclude each other; give the one that was trained")
-    if variant.experts is not None and source.folder is None:
-        raise UserError(
-            f"--model: {variant.name} has two transformers, which single files do not tell apart; give a folder in the "
-            f"diffusers layout, for example {variant.hub_id}"
-        )
     if variant.experts is not None and (options.lora is not None or options.weights is not None):
         raise UserError(
             f"--lora, --weights: {variant.name} has two transformers; give --lora-high and --lora-low, and trained weights "
@@ -134,6 +129,11 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
     lora = _find_lora(options.lora, source, "--lora") or _find_lora(options.lora_high, source, "--lora-high")
     if variant.experts is not None:
         second = find_source(options.model, family, variant, option="--model", expert="low")
+        if second.tensors == source.tensors:
+            raise UserError(
+                f"--model: {variant.name} has two transformers, which single files do not tell apart; give a folder that "
+                f"has both, for example {variant.hub_id}"
+            )
         low = Expert(second, _find_lora(options.lora_low, second, "--lora-low"))
     if options.weights is not None:
         weights = find_trained(

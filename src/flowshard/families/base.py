@@ -117,8 +117,10 @@ class Family(ABC):
     """Pattern of the publisher's files of the transformer; None if only the diffusers layout is read."""
     original_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Component to patterns of the publisher's file or folder of it."""
+    original_experts: ClassVar[Mapping[str, str]] = {}
+    """Of models with two transformers: `high` and `low` to the publisher's folder of it."""
     landmark: ClassVar[str | None] = None
-    """A tensor of the transformer, in diffusers' names, that no other family has; needed with `original_weights`."""
+    """A tensor of the transformer, in diffusers' names, that no other series has; needed with `original_weights`."""
     names: ClassVar[Vocabulary]
     """Names of the transformer's layers and tensors in the publisher's files."""
     comfyui_names: ClassVar[Vocabulary | None] = None
@@ -243,6 +245,10 @@ class Family(ABC):
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:  # noqa: ARG002
         """Components that take the place of those that the folder of a pipeline describes."""
+        return {}
+
+    def pipeline_settings(self, variant: Variant) -> dict[str, Any]:  # noqa: ARG002
+        """Arguments of the variant's pipeline that are no components, for files that do not say them."""
         return {}
 
     def transformer_config(

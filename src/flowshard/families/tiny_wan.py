@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 
-from flowshard.families import tiny, tiny_encoders
+from flowshard.families import tiny, tiny_encoders, wan_encoders
 from flowshard.seeds import isolated_rng
 
 if TYPE_CHECKING:
@@ -19,20 +19,6 @@ IMAGE_TOKENS = (_IMAGE_SIZE // _IMAGE_PATCH) ** 2 + 1
 _WIDE = 24
 """Number of heads from which on they are of the smallest size that rotary embedding in three dimensions takes."""
 
-# Of the VAE of Wan 2.2: https://github.com/Wan-Video/Wan2.2, wan/modules/vae2_2.py.
-_MEAN_2_2 = (
-    *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891),
-    *(0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
-    *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723),
-    *(-0.2839, -0.2083, -0.0520, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
-)
-_STD_2_2 = (
-    *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901),
-    *(0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
-    *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944),
-    *(0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
-)
-
 
 def pipeline(
     family: Family,
@@ -42,7 +28,6 @@ def pipeline(
     vae_2_2: bool = False,
     image_encoder: bool = False,
     sizes: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
 ) -> Any:
     """The stock pipeline of a variant.
 
@@ -53,19 +38,19 @@ def pipeline(
         vae_2_2: take the form of the VAE of Wan 2.2, else that of Wan 2.1.
         image_encoder: give it a CLIP vision encoder and make the transformer take what that gives.
         sizes: further entries of the transformer's config.
-        settings: further arguments of the pipeline.
     """
     tokenizer = tiny.t5_tokenizer()
-    parts = dict(settings or {})
+    parts = family.pipeline_settings(variant)
     with isolated_rng(seed, "tiny", variant.name):
         text_encoder = tiny.umt5_encoder(tokenizer)
         vae = _vae_2_2() if vae_2_2 else diffusers.AutoencoderKLWan(base_dim=4)
         transformer = _transformer(family, variant, image_encoder=image_encoder, **(sizes or {}))
         if variant.experts is not None:
             second = _transformer(family, variant, image_encoder=image_encoder, **(sizes or {}))
-            parts |= {"transformer_2": second.eval(), "boundary_ratio": variant.experts["low"][1]}
+            parts["transformer_2"] = second.eval()
         if image_encoder:
-            parts |= {"image_encoder": _clip_vision_encoder().eval(), "image_processor": _image_processor()}
+            parts["image_encoder"] = _clip_vision_encoder().eval()
+            parts["image_processor"] = wan_encoders.image_processor(_IMAGE_SIZE)
         tiny_encoders.normalise_latents(
             vae,
             tiny_encoders.smooth_clips(9),
@@ -107,13 +92,9 @@ def _vae_2_2() -> Any:
         base_dim=4,
         decoder_base_dim=4,
         z_dim=48,
-        is_residual=True,
         in_channels=12,
         out_channels=12,
-        patch_size=2,
-        scale_factor_spatial=16,
-        latents_mean=list(_MEAN_2_2),
-        latents_std=list(_STD_2_2),
+        **wan_encoders.VAE_2_2,
     )
 
 
@@ -125,17 +106,9 @@ def _clip_vision_encoder() -> Any:
         hidden_size=_IMAGE_WIDTH,
         intermediate_size=2 * _IMAGE_WIDTH,
         num_hidden_layers=3,
-        num_attention_heads=2,
+        num_attention_heads=wan_encoders.CLIP_HEADS,
         image_size=_IMAGE_SIZE,
         patch_size=_IMAGE_PATCH,
         hidden_act="gelu",
     )
     return CLIPVisionModel(config)
-
-
-def _image_processor() -> Any:
-    from transformers import CLIPImageProcessor
-
-    return CLIPImageProcessor(
-        size={"shortest_edge": _IMAGE_SIZE}, crop_size={"height": _IMAGE_SIZE, "width": _IMAGE_SIZE}
-    )

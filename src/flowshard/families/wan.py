@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.errors import UserError
-from flowshard.families import wan_files, wan_names
+from flowshard.families import wan_encoders, wan_files, wan_names
 from flowshard.families.base import Family, Sampling, Variant, as_bytes
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
@@ -66,7 +65,12 @@ class Wan(Family):
     }
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    marks: ClassVar[Mapping[str, int | bool]] = {"out_channels": 16}
+    marks: ClassVar[Mapping[str, int | bool]] = {
+        "out_channels": 16,
+        "in_channels": 16,
+        "image_dim": False,
+        "vace_layers": False,
+    }
     media_components: ClassVar[tuple[str, ...]] = ("vae",)
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = True
@@ -85,15 +89,18 @@ class Wan(Family):
         "ffn.0": ("ffn.net.0.proj",),
         "ffn.2": ("ffn.net.2",),
     }
-    names = wan_names.TEXT
+    names = wan_names.NAMES
     encoding_version = 1
 
-    original_weights: ClassVar[str | None] = wan_files.WEIGHTS
-    original_parts = {
+    original_weights = wan_files.WEIGHTS
+    original_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text_encoder": (wan_files.TEXT_ENCODER,),
         "vae": (wan_files.VAE,),
         "tokenizer": (wan_files.TOKENIZER,),
     }
+    original_experts = wan_files.EXPERTS
+    original_type: ClassVar[str] = "t2v"
+    """What the publisher's config calls these models."""
     landmark = "condition_embedder.time_embedder.linear_1.weight"
 
     def own_parts(self, source: ModelSource) -> dict[str, Any]:
@@ -105,18 +112,27 @@ class Wan(Family):
         if source.folder is not None:
             return super().make_pipeline(source, transformer, dtype=dtype, **parts)
 
-        from diffusers import UniPCMultistepScheduler, WanPipeline
+        import diffusers
         from transformers import AutoTokenizer
 
-        return WanPipeline(
+        if "image_encoder" in source.parts:
+            encoder: Any = wan_encoders.load_image_encoder(source.parts["image_encoder"])
+            processor = wan_encoders.image_processor(encoder.config.image_size)
+            parts |= {"image_encoder": encoder, "image_processor": processor}
+        return getattr(diffusers, self.pipeline_class)(
             tokenizer=AutoTokenizer.from_pretrained(source.parts["tokenizer"], local_files_only=True),
-            text_encoder=wan_files.load_text_encoder(source.parts["text_encoder"], dtype),
-            vae=wan_files.load_vae(source.parts["vae"]),
+            text_encoder=wan_encoders.load_text_encoder(source.parts["text_encoder"], dtype),
+            vae=wan_encoders.load_vae(source.parts["vae"]),
             transformer=transformer,
-            scheduler=UniPCMultistepScheduler(
+            scheduler=diffusers.UniPCMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, **source.scheduler
             ),
+            **source.pipeline,
+            **parts,
         )
+
+    def pipeline_settings(self, variant: Variant) -> dict[str, Any]:
+        return {} if variant.experts is None else {"boundary_ratio": variant.experts["low"][1]}
 
     def transformer_config(
         self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
@@ -227,11 +243,7 @@ class Wan(Family):
         return {}
 
     def write_original(self, pipeline: Any, directory: Path) -> None:
-        if pipeline.transformer_2 is not None:
-            raise UserError("--format original: is of one transformer, and this has two; use --format diffusers")
-        if self.original_weights is None:
-            super().write_original(pipeline, directory)
-        wan_files.write(pipeline, directory, self.names)
+        wan_files.write(pipeline, directory, self, self.original_type)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from flowshard.families import tiny_wan

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from PIL import Image
 
 from flowshard.errors import UserError
-from flowshard.families import wan_names
+from flowshard.families import wan_files
 from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.wan import Wan, experts
 
@@ -49,11 +49,15 @@ class WanImage(Wan):
         )
     }
     pipeline_class = "WanImageToVideoPipeline"
-    marks: ClassVar[Mapping[str, int | bool]] = {"image_dim": True, "pos_embed_seq_len": False}
+    marks = {"in_channels": 36, "image_dim": True, "pos_embed_seq_len": False}
     inputs: ClassVar[tuple[Input, ...]] = (FIRST,)
     media_components: ClassVar[tuple[str, ...]] = ("vae", "image_encoder", "image_processor")
-    original_weights = None
-    names = wan_names.IMAGE
+    original_parts: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **Wan.original_parts,
+        "image_encoder": (wan_files.CLIP,),
+        "image_processor": (wan_files.CLIP,),  # whose size is that of the encoder's pictures
+    }
+    original_type = "i2v"
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
         super().check_size(height, width, frames, where=where)
@@ -132,8 +136,9 @@ class WanFirstLast(WanImage):
             sampling=Sampling(height=720, width=1280, frames=81, steps=50, guidance=5.0),
         )
     }
-    marks = {"image_dim": True, "pos_embed_seq_len": True}
+    marks = {"in_channels": 36, "image_dim": True, "pos_embed_seq_len": True}
     inputs = (FIRST, LAST)
+    original_type = "flf2v"
 
     def tiny_sizes(self) -> dict[str, Any]:
         from flowshard.families.tiny_wan import IMAGE_TOKENS
@@ -154,5 +159,6 @@ class WanImageExperts(WanImage):
             experts=experts(0.9),
         )
     }
-    marks = {"image_dim": False}
+    marks = {"in_channels": 36, "image_dim": False}
     media_components = ("vae",)
+    original_parts = Wan.original_parts

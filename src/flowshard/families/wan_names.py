@@ -24,24 +24,18 @@ def _blocks(name: str) -> list[Pair]:
     ]
 
 
-_TEXT = [
-    ("patch_embedding", "patch_embedding"),
-    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
-    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
-    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
-    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
-    ("condition_embedder.time_proj", "time_projection.1"),
-    *_blocks("blocks"),
-    ("scale_shift_table", "head.modulation"),
-    ("proj_out", "head.head"),
-]
-
-TEXT = Vocabulary(_TEXT)
-"""Of models that attend to text alone."""
-
-IMAGE = Vocabulary(
+NAMES = Vocabulary(
     [
-        *_TEXT,
+        ("patch_embedding", "patch_embedding"),
+        ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+        ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+        ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+        ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+        ("condition_embedder.time_proj", "time_projection.1"),
+        *_blocks("blocks"),
+        ("scale_shift_table", "head.modulation"),
+        ("proj_out", "head.head"),
+        # Of models that attend to the CLIP embedding of pictures as well.
         ("condition_embedder.image_embedder.norm1", "img_emb.proj.0"),
         ("condition_embedder.image_embedder.ff.net.0.proj", "img_emb.proj.1"),
         ("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
@@ -50,17 +44,11 @@ IMAGE = Vocabulary(
         ("blocks.*.attn2.add_k_proj", "blocks.*.cross_attn.k_img"),
         ("blocks.*.attn2.add_v_proj", "blocks.*.cross_attn.v_img"),
         ("blocks.*.attn2.norm_added_k", "blocks.*.cross_attn.norm_k_img"),
-    ]
-)
-"""Of models that attend to the CLIP embedding of pictures as well."""
-
-VACE = Vocabulary(
-    [
-        *_TEXT,
+        # Of models with the branch of VACE.
         ("vace_patch_embedding", "vace_patch_embedding"),
         *_blocks("vace_blocks"),
         ("vace_blocks.*.proj_in", "vace_blocks.*.before_proj"),
         ("vace_blocks.*.proj_out", "vace_blocks.*.after_proj"),
     ]
 )
-"""Of models with the branch of VACE."""
+"""Of all kinds, so that a file of any of them says which it is."""

@@ -5,11 +5,11 @@ The picture is the first latent frame itself: it is put in clean, its tokens hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from flowshard.families import wan_files
 from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.wan import PATCH, Wan
 
@@ -34,10 +34,14 @@ class WanTextImage(Wan):
             sampling=Sampling(height=704, width=1280, frames=121, steps=50, guidance=5.0),
         )
     }
-    marks: ClassVar[Mapping[str, int | bool]] = {"out_channels": 48}
+    marks = {"out_channels": 48}
     inputs = (FIRST,)
     spatial_multiple = 32
-    original_weights = None
+    original_parts = {**Wan.original_parts, "vae": (wan_files.VAE_2_2,)}
+    original_type = "ti2v"
+
+    def pipeline_settings(self, variant: Variant) -> dict[str, Any]:
+        return {**super().pipeline_settings(variant), "expand_timesteps": True}
 
     def encode_inputs(self, encoders: Any, frames: np.ndarray, inputs: Inputs) -> Tensors:
         """`first_frame` of shape (48, 1, height, width), for clips."""
@@ -86,5 +90,4 @@ class WanTextImage(Wan):
             seed=seed,
             vae_2_2=True,
             sizes={"in_channels": 48, "out_channels": 48},
-            settings={"expand_timesteps": True},
         )

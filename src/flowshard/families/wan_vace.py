@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from flowshard.errors import UserError
-from flowshard.families import wan_names
 from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.families.wan import PATCH, Wan, experts
@@ -65,8 +64,8 @@ class WanVace(Wan):
     transformer_class = "WanVACETransformer3DModel"
     inputs = (VIDEO, MASK, REFERENCES)
     block_lists = {"vace_blocks": "vace_layers", "blocks": "num_layers"}
-    original_weights = None
-    names = wan_names.VACE
+    marks = {"vace_layers": True}
+    original_type = "vace"
 
     def check_given(self, columns: Set[str], *, where: str) -> None:
         if not columns & {VIDEO.column, REFERENCES.column}:

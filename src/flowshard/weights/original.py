@@ -1,0 +1,398 @@
+"""A model's parts in the publisher's own files. Needs no torch."""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flowshard.errors import UserError
+from flowshard.families import all_families
+from flowshard.families.base import Family, Variant
+from flowshard.weights.files import TRANSFORMER_FOLDER, TensorInfo, download, read_header, read_json
+from flowshard.weights.names import Part
+from flowshard.weights.report import some
+
+Headers = Callable[[Path], dict[str, TensorInfo]]
+"""Reads the header of a safetensors file, or remembers it."""
+_REPOSITORY_FILES = re.compile(r"(?P<id>[\w.-]+/[\w.-]+):(?P<pattern>.+)")
+_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+"""Prefixes of single files that hold the transformer as a part of something."""
+_ENCODER_TENSORS = {
+    "text_model.embeddings.token_embedding.weight",  # CLIP
+    "encoder.block.0.layer.0.SelfAttention.q.weight",  # T5
+    "model.embed_tokens.weight",  # Qwen, Mistral
+}
+"""Tensors by which text encoders are known that other programs keep in one file."""
+
+
+@dataclass(frozen=True)
+class OriginalFiles:
+    """What the publisher's files of a model hold."""
+
+    parts: Mapping[str, Path]
+    """Encoders and tokenizer by diffusers' component name."""
+    tensors: Mapping[str, TensorInfo]
+    """The transformer's, in diffusers' names."""
+    config: Mapping[str, Any]
+    """The transformer's, in diffusers' terms."""
+
+
+def is_original(path: str) -> bool:
+    """Whether a path is of the publisher's files, not of a pipeline in the diffusers layout."""
+    place = Path(path)
+    if place.is_dir():
+        return not (place / "model_index.json").is_file()
+    return place.suffix in (".safetensors", ".pth") or bool(_REPOSITORY_FILES.fullmatch(path)) or "*" in path
+
+
+def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family, Variant, Mapping[str, Any]]]:
+    """The variants that the publisher's files may be of by the names of tensors, with what their config would be.
+
+    Raises:
+        UserError: the files are broken, or contradict each other.
+    """
+    places = _all_of(path, option)
+    headers = cache(read_header)
+    candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
+    problems: list[UserError] = []
+    for family in _families_of(places, headers, option):
+        files = [file for place in places for file in _opened(place, family, option) if _is_transformer(file)]
+        first = _expert_of(files[0], family)
+        tensors = _transformer_tensors(
+            [one for one in files if _expert_of(one, family) == first], family, headers, option
+        )
+        for variant in family.variants.values():
+            if variant.experts is None and first is not None:
+                continue
+            # A folder would have both transformers; files that a list names can be of either kind.
+            if variant.experts is not None and first is None and any(place.is_dir() for place in places):
+                continue
+            try:
+                candidates.append((family, variant, _transformer_config(tensors, family, variant, option)))
+            except UserError as error:  # of a size that the variant does not have
+                problems.append(error)
+    if problems and not candidates:
+        raise problems[0]
+    return candidates
+
+
+def _families_of(places: list[Path], headers: Headers, option: str) -> list[Family]:
+    """The families that the publisher's files may be of, by the names of tensors in the first file that says it."""
+    known = [one for one in all_families() if one.original_weights is not None]
+    for family in known:
+        try:
+            files = [file for place in places for file in _opened(place, family, option)]
+        except UserError:  # a folder of another family
+            continue
+        for file in files:
+            if _is_transformer(file) and _has_landmark(headers(file), family):
+                return [one for one in known if one.landmark == family.landmark]
+    return []
+
+
+def _is_transformer(file: Path) -> bool:
+    """Whether a file may hold a transformer: it is an encoder of no family."""
+    return file.suffix == ".safetensors" and all(_part_of(file, family) is None for family in all_families())
+
+
+def _has_landmark(names: Iterable[str], family: Family) -> bool:
+    return any(part.name == family.landmark for name in names for part in _ours(name, family))
+
+
+def read_original(
+    path: str | Sequence[str], family: Family, variant: Variant, *, option: str, expert: str | None
+) -> OriginalFiles:
+    """Find and check the publisher's files of a model; no tensor is read.
+
+    Args:
+        path: a folder, or a list of files, globs, folders and `REPOSITORY:PATTERN`.
+        family: of the model.
+        variant: whose table has what the files do not say.
+        option: names the option in messages.
+        expert: which transformer of a model with two; None is that for high noise.
+
+    Raises:
+        UserError: something is missing, broken or of another model; the message names it.
+    """
+    shown = label(path)
+    if family.original_weights is None:
+        raise UserError(
+            f"{option}: {shown}: {variant.name} is read in the diffusers layout only; give a folder with a "
+            f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
+        )
+    assert family.landmark is not None  # noqa: S101
+    files, wanted = _of_expert(_all_of(path, option), family, variant, expert, option)
+    parts: dict[str, Path] = {}
+    weights: list[Path] = []
+    for file in dict.fromkeys(files):
+        found = _part_of(file, family)
+        if found is not None:
+            part, place = found
+            parts[part] = place
+        elif file.suffix == ".safetensors":
+            weights.append(file)
+        else:
+            known = ", ".join(dict.fromkeys(one for patterns in family.original_parts.values() for one in patterns))
+            raise UserError(
+                f"{option}: {file} is no file that {family.name} has; it has {known} and .safetensors weights"
+            )
+    tensors = _transformer_tensors(weights, family, read_header, option)
+    if not tensors:
+        raise UserError(f"{option}: {shown} holds no weights of the transformer ({wanted})")
+    if family.landmark not in tensors:
+        _refuse_other_model(tensors, family, family.landmark, option)
+    config = _transformer_config(tensors, family, variant, option)
+    _refuse_other_kind(tensors, config, family, variant, option)
+    for part, patterns in family.original_parts.items():
+        if part not in parts:
+            beside = _beside(family, patterns, [*parts.values(), *(info.file for info in tensors.values())])
+            if beside is None:
+                raise UserError(f"{option}: {shown} lacks the {part} ({' or '.join(patterns)}); add it to the list")
+            parts[part] = beside
+        if part.startswith("text_encoder") and parts[part].is_dir():
+            _check_encoder(parts[part], variant, option)
+    return OriginalFiles(parts, tensors, config)
+
+
+def label(path: str | Sequence[str]) -> str:
+    """A path or a list of them, for messages."""
+    return path if isinstance(path, str) else ", ".join(path)
+
+
+def _all_of(path: str | Sequence[str], option: str) -> list[Path]:
+    entries = [path] if isinstance(path, str) else path
+    return [place for entry in entries for place in _expand(entry, option)]
+
+
+def _of_expert(
+    places: list[Path], family: Family, variant: Variant, expert: str | None, option: str
+) -> tuple[list[Path], str]:
+    """The files of a model without those of its other transformer, and the pattern of the transformer's.
+
+    Raises:
+        UserError: a folder has one transformer and the variant two, or the other way round.
+    """
+    files: list[Path] = []
+    for place in places:
+        opened = _opened(place, family, option)
+        is_two = any(_expert_of(file, family) is not None for file in opened)
+        if is_two != (variant.experts is not None) and (is_two or opened != [place]):
+            found, has = ("two transformers", "one") if is_two else ("one transformer", "two")
+            raise UserError(
+                f"{option}: {place} is of a model with {found}, {variant.name} has {has}; give the right files or change "
+                "model.variant"
+            )
+        files += opened
+    if variant.experts is None:
+        return files, str(family.original_weights)
+    own = expert or "high"
+    kept = [file for file in files if _expert_of(file, family) in (own, None)]
+    return kept, f"{family.original_experts[own]}/{family.original_weights}"
+
+
+def _expert_of(file: Path, family: Family) -> str | None:
+    """Of which of two transformers a file is, by its folder."""
+    return next((name for name, folder in family.original_experts.items() if file.parent.name == folder), None)
+
+
+def _transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
+    """The tensors of a transformer in files, in diffusers' names.
+
+    Raises:
+        UserError: a file is something else, or two hold the same.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        header = headers(file)
+        if not _ENCODER_TENSORS.isdisjoint(header):
+            raise UserError(
+                f"{option}: {file} is a text encoder in one file; {family.name} takes "
+                f"{' or '.join(family.original_parts['text_encoder'])} of its publisher"
+            )
+        for name, info in _translated(header, family).items():
+            if name in tensors:
+                raise UserError(
+                    f"{option}: {tensors[name].file} and {file} both hold the transformer's {name}; give one of them"
+                )
+            tensors[name] = info
+    return tensors
+
+
+def _transformer_config(
+    tensors: Mapping[str, TensorInfo], family: Family, variant: Variant, option: str
+) -> dict[str, Any]:
+    """The config of a transformer, from its tensors and the publisher's config beside them.
+
+    Raises:
+        UserError: they contradict each other.
+    """
+    publishers = next(iter(tensors.values())).file.parent / "config.json"
+    return family.transformer_config(
+        read_json(publishers) if publishers.is_file() else None, tensors, variant, where=f"{option}: {publishers}"
+    )
+
+
+def _translated(header: Mapping[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
+    """The tensors of a publisher's or a single file, in diffusers' names; what is not known keeps its own.
+
+    Raises:
+        UserError: one that holds several cannot be cut into them.
+    """
+    tensors = {}
+    for name, info in header.items():
+        for part in _ours(name, family):
+            if part.is_whole:
+                tensors[part.name] = replace(info, stored=name)
+                continue
+            try:
+                rows = part.rows(info.shape[0] if info.shape else 1)
+            except ValueError:
+                raise UserError(
+                    f"{info.file}: {name} of shape {info.shape} is not {part.of} pieces of one size, as it is in "
+                    f"{family.name}; it is another model, or one in a type with fewer values"
+                ) from None
+            shape = (sum(end - start for start, end in rows), *info.shape[1:])
+            tensors[part.name] = replace(info, stored=name, rows=rows, shape=shape)
+    return tensors
+
+
+def _refuse_other_model(tensors: Mapping[str, TensorInfo], family: Family, landmark: str, option: str) -> None:
+    """Say what weights without the family's landmark are.
+
+    Raises:
+        UserError: always.
+    """
+    file = next(iter(tensors.values())).file
+    for other in all_families():  # one without a landmark is not recognised
+        if _has_landmark((info.stored or name for name, info in tensors.items()), other):
+            raise UserError(
+                f"{option}: {file} holds a transformer of {other.name}, and the variant is one of {family.name}; give "
+                f"other files, or set the variant to {' or '.join(other.variants)}"
+            )
+    if any(".lora_" in name for name in tensors):
+        raise UserError(f"{option}: {file} is a LoRA, not weights; give it as lora.init_from or lora.preset")
+    stored = family.names.to_original(landmark)
+    raise UserError(
+        f"{option}: {file} is no transformer of {family.name}, as it lacks {stored}; it has {some(list(tensors))}"
+    )
+
+
+def _refuse_other_kind(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], family: Family, variant: Variant, option: str
+) -> None:
+    """Refuse a transformer of the series that is conditioned on something else than the family's, and say on what.
+
+    Raises:
+        UserError: it is such a one.
+    """
+    mark = family.foreign_mark(config)
+    if mark is None:
+        return
+    file = next(iter(tensors.values())).file
+    kinds = [one for one in all_families() if one.landmark == family.landmark and one.foreign_mark(config) is None]
+    names = " or ".join(name for one in kinds for name in one.variants)
+    raise UserError(
+        f"{option}: {file} has {mark} {config.get(mark)}, which {variant.name} has not; "
+        + (f"it is of {names}: give other files or change model.variant" if names else "give other files")
+    )
+
+
+def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
+    """Refuse an encoder's folder without a file that its weights are of no use without.
+
+    Raises:
+        UserError: naming the file.
+    """
+    needed = [] if (folder / "config.json").is_file() else ["config.json"]
+    if len(list(folder.glob("*.safetensors"))) > 1 and not list(folder.glob("*.safetensors.index.json")):
+        needed.append("the .safetensors.index.json of its shards")
+    if needed:
+        raise UserError(
+            f"{option}: {folder} lacks {' and '.join(needed)}; copy it as well, from {variant.hub_id} if it was not changed"
+        )
+
+
+def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
+    """The encoder or tokenizer that a file or folder of the publisher is, and where that is."""
+    for part, patterns in family.original_parts.items():
+        if any(file.match(pattern) or file.match(Path(pattern).name) for pattern in patterns):
+            return part, file
+        if not file.is_dir() and any(file.parent.match(pattern) for pattern in patterns):  # weights in a part's folder
+            alone = part == "vae" and not (file.parent / "config.json").is_file()
+            return part, file if alone else file.parent
+    return None
+
+
+def _beside(family: Family, patterns: Sequence[str], others: list[Path]) -> Path | None:
+    """What matches a pattern in the folder of another file of the model, or in the one above it."""
+    folders = dict.fromkeys(other.parent for other in others)
+    inner = (TRANSFORMER_FOLDER, *family.original_experts.values())
+    for folder in (*folders, *(folder.parent for folder in folders if folder.name in inner)):
+        for pattern in patterns:
+            found = sorted(folder.glob(pattern))
+            if found:
+                return found[0]
+    return None
+
+
+def _ours(name: str, family: Family) -> tuple[Part, ...]:
+    """What of diffusers' a tensor in a publisher's or a single file holds."""
+    for prefix in ("", *_WRAPPERS):
+        if name.startswith(prefix):
+            bare = name.removeprefix(prefix)
+            parts = family.names.parts(bare)
+            if parts is not None:
+                return parts
+            if family.names.to_original(bare) is not None:
+                return (Part(bare),)
+    return (Part(name),)
+
+
+def _expand(entry: str, option: str) -> list[Path]:
+    """The files and folders that an entry of the list stands for."""
+    repository = _REPOSITORY_FILES.fullmatch(entry)
+    if repository is not None and not Path(entry).exists():
+        return _repository_files(repository["id"], repository["pattern"], option)
+    found = sorted(Path(file) for file in glob.glob(entry))  # noqa: PTH207 - absolute patterns too
+    if not found:
+        raise UserError(f"{option}: {entry} matches no file")
+    return found
+
+
+def _opened(place: Path, family: Family, option: str) -> list[Path]:
+    """The transformer's files in a folder of a model, or of both its transformers; anything else is itself."""
+    if not place.is_dir() or _part_of(place, family) is not None:
+        return [place]
+    assert family.original_weights is not None  # noqa: S101
+    folder, _, own = family.original_weights.rpartition("/")
+    found = sorted(place.glob(own if place.name == folder else family.original_weights))
+    for expert in family.original_experts.values():
+        found += sorted((place / expert).glob(own))
+    if not found:
+        raise UserError(
+            f"{option}: {place} is neither a diffusers pipeline, as it has no model_index.json, nor has it the "
+            f"publisher's {family.original_weights}; give the right folder"
+        )
+    return found
+
+
+def _repository_files(repository: str, pattern: str, option: str) -> list[Path]:
+    """Files of a repository: below `models/` or `$DIFFSYNTH_MODEL_BASE_PATH` if they are there, else from the hub."""
+    bases = [Path("models")]
+    if os.environ.get("DIFFSYNTH_MODEL_BASE_PATH"):
+        bases.insert(0, Path(os.environ["DIFFSYNTH_MODEL_BASE_PATH"]))
+    for base in bases:
+        found = sorted((base / repository).glob(pattern))
+        if found:
+            return found
+    # With what is needed beside weights: configs and indices, and tokenizers, which are small.
+    settings = str(Path(pattern).parent / "*.json")
+    folder = download(repository, option=option, allow_patterns=[pattern, settings, "tokenizer*/*"])
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise UserError(f"{option}: {repository} has no file {pattern}")
+    return found
