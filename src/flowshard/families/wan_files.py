@@ -104,7 +104,7 @@ def _vace_config(
     if not count:
         raise UserError(f"{where}: the files beside it have a vace_patch_embedding and no vace_blocks; add the others")
     # Published branches are at every second or every fifth block, from the first on.
-    places = publishers.get("vace_layers", list(range(0, layers, -(-layers // count))))
+    places = publishers.get("vace_layers") or list(range(0, layers, -(-layers // count)))
     if len(places) != count:
         raise UserError(
             f"{where}: says vace_layers {places}, but the tensors have {count} vace_blocks; these files do not belong "
