@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
 from flowshard.families.base import Input, Sampling, Variant
@@ -88,7 +88,7 @@ class Flux2(JointFamily):
     names = FLUX2_NAMES
     encoding_version = 1
 
-    original_weights = "flux2*.safetensors"
+    original_weights: ClassVar[str | None] = "flux2*.safetensors"
     original_file = "flux2-dev.safetensors"
     original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
     encoder_classes = {"text_encoder": "Mistral3ForConditionalGeneration"}

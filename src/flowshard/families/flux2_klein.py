@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux2 import SCHEDULER, Flux2
@@ -31,6 +31,7 @@ class Flux2Klein(Flux2):
         )
     }
     pipeline_class = "Flux2KleinPipeline"
+    original_weights: ClassVar[str | None] = None
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from flowshard.families import tiny, tiny_encoders

@@ -83,7 +83,7 @@ class QwenImage(JointFamily):
     remembering = ("pos_embed",)
     encoding_version = 1
 
-    original_weights = "transformer/diffusion_pytorch_model*.safetensors"
+    original_weights: ClassVar[str | None] = "transformer/diffusion_pytorch_model*.safetensors"
     original_file = "transformer/diffusion_pytorch_model.safetensors"
     original_parts = parts(*text_components, vae=("vae",))
     encoder_classes = {"text_encoder": "Qwen2_5_VLForConditionalGeneration"}

@@ -34,6 +34,7 @@ class QwenImageEdit(QwenImage):
     pipeline_class = "QwenImageEditPipeline"
     inputs = (Input("edit_image", "images"),)
     text_inputs = ("edit_image",)
+    original_weights: ClassVar[str | None] = None
     text_components = ("text_encoder", "tokenizer", "processor")
     reference_area: ClassVar[int] = _AREA
     """Pixels, about, of a reference picture as image tokens."""

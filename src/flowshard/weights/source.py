@@ -62,9 +62,9 @@ def find_any_source(
 
 
 def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
-    """The variant that a model's files hold, by pipeline or tensors, heads, settings, and the name of the folder.
+    """The variant that a model's files hold, by pipeline or tensors, heads, settings, and names of folders and files.
 
-    Of variants that are alike in all but their weights it is the first, unless the folder has the name of another.
+    Of variants that are alike in all but their weights it is the first, unless the path has the name of another.
 
     Args:
         path: as for `find_source`.
@@ -94,23 +94,36 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
         ]
     else:
         candidates = recognise_files(path, option)
-    found = [one for family, one, config in candidates if _fits(family, one, config)]
-    named = [one for one in found if isinstance(path, str) and _short_name(path) == _short_name(one.hub_id)]
-    if named or (found and all(_is_alike(one, found[0]) for one in found)):
+    fitting = [(family, one) for family, one, config in candidates if _fits(family, one, config)]
+    found = [one for _, one in fitting]
+    names = _names_in([path] if isinstance(path, str) else path)
+    named = [one for one in found if _short_name(Path(one.hub_id).name) in names]
+    alike = len({family for family, _ in fitting}) == 1 and all(_is_alike(one, found[0]) for one in found)
+    if named or alike:
         return (named or found)[0].name
     possible = [one.name for one in found or [one for _, one, _ in candidates]]
     possible = possible or [name for family in all_families() for name in family.variants]
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
 
 
-def _short_name(path: str) -> str:
-    """The name of a model's folder or repository, of which there may be one more that is in diffusers' layout."""
-    return Path(path).name.lower().removesuffix("-diffusers")
+def _names_in(paths: Sequence[str]) -> set[str]:
+    """The names of folders, repositories and files in paths."""
+    parts = [part for path in paths for part in Path(path.replace(":", "/")).parts]
+    return {_short_name(part.removesuffix(".safetensors")) for part in parts}
+
+
+def _short_name(name: str) -> str:
+    """A model's name in letters and digits: its repository has one more in diffusers' layout, its file no dot."""
+    return "".join(filter(str.isalnum, name.lower().removesuffix("-diffusers")))
 
 
 def _fits(family: Family, variant: Variant, settings: Mapping[str, Any]) -> bool:
     """Whether a model with these settings can be the variant."""
-    known = all(settings.get(key, False) == value for key, value in variant.known_by.items())
+    # A number that the files do not say, such as the shift of a scheduler, excludes nothing.
+    known = all(
+        settings.get(key, False if isinstance(value, bool) else value) == value
+        for key, value in variant.known_by.items()
+    )
     heads = bool(settings.get(family.heads_setting, variant.heads) == variant.heads)
     return known and heads and family.foreign_mark(settings) is None
 
