@@ -107,8 +107,9 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
 
 
 def _names_in(paths: Sequence[str]) -> set[str]:
-    """The names of folders, repositories and files in paths."""
+    """The names of folders, repositories and files in paths, and of the weights in a folder."""
     parts = [part for path in paths for part in Path(path.replace(":", "/")).parts]
+    parts += [file.name for path in paths if Path(path).is_dir() for file in Path(path).glob("*.safetensors")]
     return {_short_name(part.removesuffix(".safetensors")) for part in parts}
 
 
