@@ -31,6 +31,19 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 @pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """From a variant to the publisher's files of its tiny model."""
+    folder = tmp_path_factory.mktemp("originals")
+
+    @cache
+    def write(variant: str) -> Path:
+        write_tiny_pipeline(variant, folder / variant, seed=0, form="original")
+        return folder / variant
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def tiny(tiny_models: Callable[[str], Path]) -> Path:
     """A tiny random `wan2.1-t2v-1.3b` pipeline."""
     return tiny_models("wan2.1-t2v-1.3b")

@@ -22,7 +22,6 @@ import flowshard
 from flowshard.cli import main
 from flowshard.errors import UserError
 from flowshard.families import all_families, find_variant
-from flowshard.families.tiny import write_tiny_pipeline
 from flowshard.parity.command import parity
 from flowshard.train.inputs import check_inputs
 from flowshard.weights import original
@@ -42,19 +41,6 @@ LISTS = {  # as DiffSynth-Studio's command lines have them
     "z-image-turbo": [SHARDS, "text_encoder/*.safetensors", "vae/diffusion_pytorch_model.safetensors"],
 }  # fmt: skip
 IMAGES = tuple(LISTS)
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    """From a variant to the publisher's files of its tiny model."""
-    folder = tmp_path_factory.mktemp("original")
-
-    def write(variant: str) -> Path:
-        if not (folder / variant).exists():
-            write_tiny_pipeline(variant, folder / variant, seed=0, form="original")
-        return folder / variant
-
-    return write
 
 
 def _weights(variant: str, folder: Path) -> Path:

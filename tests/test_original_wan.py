@@ -18,7 +18,6 @@ import flowshard
 from flowshard.cli import main
 from flowshard.errors import UserError
 from flowshard.families import find_variant
-from flowshard.families.tiny import write_tiny_pipeline
 from flowshard.families.wan_encoders import CLIP_HEADS, load_image_encoder
 from flowshard.families.wan_files import CLIP, TEXT_ENCODER, VAE, VAE_2_2, WEIGHTS
 from flowshard.train.inputs import check_inputs
@@ -37,19 +36,6 @@ VARIANTS = (
 )
 FILE = "diffusion_pytorch_model.safetensors"
 HIGH, LOW = "high_noise_model", "low_noise_model"
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    """From a variant to the publisher's files of its tiny model."""
-    folder = tmp_path_factory.mktemp("original")
-
-    def write(variant: str) -> Path:
-        if not (folder / variant).exists():
-            write_tiny_pipeline(variant, folder / variant, seed=0, form="original")
-        return folder / variant
-
-    return write
 
 
 @pytest.fixture(scope="module")
