@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flowshard.config_file import dump_config
 from flowshard.device import check_dtype
 from flowshard.errors import UserError
 from tests import runs
-from tests.launch import free_port, local_agent, start, torchrun
+from tests.launch import environment, free_port, local_agent, start, torchrun
 from tests.workers.strategies import CASES, CHECKS
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -119,6 +120,14 @@ def test_the_others_end_with_a_message_when_a_process_is_killed(
     message = logs[1 - lost].read_text()
     assert f"flowshard: error: rank {1 - lost}: the contact to another process was lost" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(("world", "status"), [("1", -signal.SIGABRT), ("2", 1)])
+def test_a_failed_process_of_several_does_not_wait_for_the_interpreter(world: str, status: int) -> None:
+    """While the interpreter shuts down, threads of a broken group may abort the process; here something always does."""
+    code = "import atexit, os; from flowshard.cli import end_process; atexit.register(os.abort); end_process(1)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(WORLD_SIZE=world), check=False)
+    assert done.returncode == status
 
 
 @pytest.mark.slow

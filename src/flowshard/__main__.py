@@ -1,8 +1,6 @@
 """`python -m flowshard`, which is what torchrun and accelerate start."""
 
-import sys
-
-from flowshard.cli import main
+from flowshard.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

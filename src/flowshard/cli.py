@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from flowshard import __version__
 from flowshard.errors import RunError, UserError
@@ -18,6 +19,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 a fault, 2 the user's input is wrong."""
     parsed = _parser().parse_args(arguments)
     return exit_status(lambda: parsed.run(parsed))
+
+
+def program() -> None:
+    """The command line as a program of its own: run a command and end the process with its exit status."""
+    end_process(main())
+
+
+def end_process(status: int) -> NoReturn:
+    """Leave with an exit status, also when this process failed among several."""
+    if status and os.environ.get("WORLD_SIZE", "1") != "1":
+        # Threads of a group that has broken apart may still hold objects of Python; while the interpreter shuts down they
+        # would abort the process, and the status be lost. What there was to say has been said.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def exit_status(work: Callable[[], object]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowshard.cli import exit_status
+from flowshard.cli import end_process, exit_status
 from flowshard.config_file import load_config
 from flowshard.libraries import quiet_libraries
 from flowshard.objective.randomness import generator
@@ -143,4 +143,4 @@ def run_job(file: Path) -> None:
 if __name__ == "__main__":
     quiet_libraries()
     os.environ.setdefault("LOCAL_RANK", "0")
-    sys.exit(exit_status(lambda: run_job(Path(sys.argv[1]))))
+    end_process(exit_status(lambda: run_job(Path(sys.argv[1]))))
