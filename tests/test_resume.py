@@ -173,7 +173,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(make: Make, capsys: pyte
     masters = next((_checkpoint(config, 3) / "masters").iterdir())
     masters.write_bytes(masters.read_bytes()[:-1])
     (_checkpoint(config, 2) / "manifest.json").unlink()
-    assert complete_checkpoints(Path(config.output)) == [_checkpoint(config, 1)]
+    assert list(complete_checkpoints(Path(config.output))) == [_checkpoint(config, 1)]
     for step, message in ((3, "is missing or cut off; give an earlier"), (2, "has no manifest.json")):
         with pytest.raises(UserError, match=message):
             check_inputs(make("run", *METHODS["lora"], f"resume={_checkpoint(config, step)}"))

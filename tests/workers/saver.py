@@ -50,13 +50,13 @@ def main(folder: Path, times: int) -> None:
         time.sleep(draw.uniform(0.01, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        complete = complete_checkpoints(folder)
+        complete = list(complete_checkpoints(folder))
         # What has its final name is complete: no other is ever there.
-        assert complete == RunFolder(folder).checkpoints()
+        assert complete == RunFolder(folder).checkpoints()[::-1]
         for checkpoint in complete:
             assert set(read_headers(checkpoint / MASTERS)) == {"a"}
             loaded += 1
-        first = int(complete[-1].name.removeprefix("step-")) + 1 if complete else first
+        first = int(complete[0].name.removeprefix("step-")) + 1 if complete else first
     sys.stdout.write(f"{loaded}\n")
 
 

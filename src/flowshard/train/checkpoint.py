@@ -81,28 +81,26 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         return None
     weights_only = asked.startswith(_WEIGHTS_ONLY)
     if asked == "auto":
-        complete = complete_checkpoints(Path(config.output))
-        return _open(complete[-1], weights_only=False) if complete else None
+        newest = next(complete_checkpoints(Path(config.output)), None)
+        return _open(newest, weights_only=False) if newest is not None else None
     place = Path(asked.removeprefix(_WEIGHTS_ONLY))
     if (place / STATE).is_file():
         _check_complete(place)
         return _open(place, weights_only=weights_only)
-    complete = complete_checkpoints(place)
-    if not complete:
+    newest = next(complete_checkpoints(place), None)
+    if newest is None:
         raise UserError(f"resume: {place} is neither a checkpoint with a {STATE} nor a run with a complete checkpoint")
-    return _open(complete[-1], weights_only=weights_only)
+    return _open(newest, weights_only=weights_only)
 
 
-def complete_checkpoints(run: Path) -> list[Path]:
-    """The undamaged checkpoints of a run that can be resumed from, oldest first."""
-    found = []
-    for folder in sorted((run / "checkpoints").glob("step-*")):
+def complete_checkpoints(run: Path) -> Iterator[Path]:
+    """The undamaged checkpoints of a run that can be resumed from, newest first; each is looked at when asked for."""
+    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             _check_complete(folder)
         except UserError:
             continue
-        found.append(folder)
-    return found
+        yield folder
 
 
 def _check_complete(folder: Path) -> None:
@@ -217,8 +215,7 @@ class StateReader:
 
         if info.file not in self._files:
             self._files[info.file] = safe_open(info.file, framework="pt")
-        tensor: torch.Tensor = self._files[info.file].get_tensor(name)
-        return tensor
+        return info.read(self._files[info.file], name)
 
 
 def write_training_state(folder: Path | None, strategy: "Strategy") -> Exception | None:
@@ -245,12 +242,12 @@ def _write_files(folder: Path | None, tensors: "Iterator[tuple[str, torch.Tensor
 
     failure: Exception | None = None
     pending: dict[str, torch.Tensor] = {}
-    number = 0
+    number = size = 0
 
     def flush() -> None:
-        nonlocal number
+        nonlocal number, size
         assert folder is not None  # noqa: S101
-        number += 1
+        number, size = number + 1, 0
         folder.mkdir(exist_ok=True)
         save_file(pending, folder / f"{number:05d}.safetensors", metadata={"format": "pt"})
         pending.clear()
@@ -262,7 +259,8 @@ def _write_files(folder: Path | None, tensors: "Iterator[tuple[str, torch.Tensor
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise ValueError(f"{name} holds values that are no numbers")
             pending[name] = value.detach().to("cpu", copy=True).contiguous()
-            if sum(one.nbytes for one in pending.values()) > SHARD_BYTES:
+            size += value.nbytes
+            if size > SHARD_BYTES:
                 flush()
         except (OSError, ValueError, SafetensorError) as error:
             failure = error
