@@ -97,7 +97,7 @@ def test_an_earlier_run_is_moved_and_its_cache_used_again(
     runs.run(config)
     out = capsys.readouterr().out
     assert "held an earlier run" in out
-    assert "all 5 samples are there" in out
+    assert "10 entries are there, 0 are encoded now" in out
     moved = Path(config.output, "previous", "1")
     assert runs.weights(moved / "checkpoints" / "step-00000003").keys() == first.keys()
     assert len((moved / "metrics.jsonl").read_text().splitlines()) == 3

@@ -44,7 +44,7 @@ def load(
         UserError: the files do not fill the model, or the extension fails.
     """
     family, row = find_variant(variant, option="variant")
-    source = find_source(_paths(path), family, row, option="path", expert=expert)
+    source = find_source(_paths(path), family, row, option="path", expert=expert, encoders=False)
     return load_transformer(
         family, source, extend=extend, dtype=dtype, device=resolve_device(device), seed=seed, trainable=True
     )

@@ -70,6 +70,18 @@ def _train(parsed: argparse.Namespace) -> None:
     run_training(inputs)
 
 
+def _cache(parsed: argparse.Namespace) -> None:
+    from flowshard.config_file import load_config
+    from flowshard.train.encode import check_encoding, encode_samples
+
+    inputs = check_encoding(load_config(parsed.config, parsed.overrides))
+
+    from flowshard.libraries import quiet_libraries
+
+    quiet_libraries()
+    encode_samples(inputs)
+
+
 def _generate(parsed: argparse.Namespace) -> None:
     from flowshard.generate import GenerateOptions, check_generation, generate
 
@@ -159,6 +171,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example train.steps=5")
     train.add_argument("-h", "--help", action=_TrainHelp)
     train.set_defaults(run=_train)
+
+    cache = commands.add_parser(
+        "cache",
+        help="encode the samples of a config, and nothing else",
+        description="Encode what `flowshard train` with the same config would encode at its start. Needs the model's "
+        "encoders but not its transformer, builds no training engine, and runs in as many processes as a launcher starts.",
+        usage="flowshard cache CONFIG [a.b=value ...]",
+    )
+    cache.add_argument("config", metavar="CONFIG", help="YAML file of a run")
+    cache.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example data.cache=DIR")
+    cache.set_defaults(run=_cache)
 
     generate = commands.add_parser(
         "generate",

@@ -7,9 +7,11 @@ size and modification time only spare hashing a file again.
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,13 +22,30 @@ from flowshard.data.metadata import Row
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
-from flowshard.weights.files import atomic_file, fingerprint
+from flowshard.weights.files import atomic_file, fingerprint, read_json
 from flowshard.weights.source import ModelSource
 
 _MEDIA_VERSION = 1
 """Raised whenever `media.read_frames` gives other pixels."""
 
+_ABANDONED_SECONDS = 3600.0
+"""Age from which a temporary file is of a process that was killed."""
+
 Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
+
+
+class RowEncoder(Protocol):
+    """What turns rows into tensors."""
+
+    def media(self, row: Row) -> Tensors:
+        """Latents and other tensors of the row's medium."""
+
+    def text(self, row: Row) -> Tensors:
+        """Tensors of the row's prompt."""
+
+    def check(self, reason: str) -> None:
+        """Refuse to encode if the model lacks its encoders; `reason` says what for."""
 
 
 class EncodedCache:
@@ -36,32 +55,31 @@ class EncodedCache:
         self._folder = folder
         common = {"variant": config.model.variant, "encoding": family.encoding_version}
         size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
+        self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source)
         self._media_basis = {
             **common,
             **size,
             "media": _MEDIA_VERSION,
-            "encoders": [fingerprint(source.parts[name]) for name in family.media_components],
+            "encoders": [self._encoders.of(name) for name in family.media_components],
         }
         self._text_basis = {
             **common,
             "dtype": str(dtype),
-            "encoders": [fingerprint(source.parts[name]) for name in family.text_components],
+            "encoders": [self._encoders.of(name) for name in family.text_components],
         }
         self._text_inputs = family.text_inputs
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}
 
-    def fill(
-        self,
-        rows: Sequence[Row],
-        *,
-        encode_media: Callable[[Row], Tensors],
-        encode_text: Callable[[Row], Tensors],
-        processes: Processes,
-    ) -> None:
+    def fill(self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes) -> None:
         """Encode what is missing for these rows; nothing that is there is touched.
 
-        The processes share the work, each writing its own entries, and wait for one another outside of collectives.
+        The processes share the work, each writing its own entries, and wait for one another outside of collectives. Other
+        commands may fill the same folder meanwhile: what they have written is not encoded again.
+
+        Raises:
+            UserError: the folder cannot be written, a medium cannot be decoded, or the model lacks an encoder that is
+                needed.
         """
         for name in ("media", "text"):
             try:
@@ -70,29 +88,50 @@ class EncodedCache:
                 raise UserError(
                     f"data.cache: cannot write to {self._folder} ({error.strerror}); give another folder or use data.cache=off"
                 ) from None
-        entries: dict[Path, tuple[Row, Callable[[Row], Tensors]]] = {}
+        media: dict[Path, Row] = {}
+        texts: dict[Path, Row] = {}
         for row in rows:
-            entries.setdefault(self._media_file(row), (row, encode_media))
-            entries.setdefault(self._text_file(row), (row, encode_text))
+            media.setdefault(self._media_file(row), row)
+            texts.setdefault(self._text_file(row), row)
         if processes.is_main:
             self._hashes.save()
-        work = [(file, *task) for file, task in entries.items() if not file.is_file()]
+            self._encoders.save()
+            self._remove_abandoned()
+        tasks: list[tuple[Path, Row, Callable[[Row], Tensors]]] = [
+            *((file, row, encoder.media) for file, row in media.items()),
+            *((file, row, encoder.text) for file, row in texts.items()),
+        ]
+        work = [task for task in tasks if not task[0].is_file()]
         processes.wait_for_all("cache listed")  # all have looked before the first writes, so all divide the same work
+        processes.say(
+            f"cache {self._folder}: {len(rows)} samples of {len(media)} media and {len(texts)} prompts; "
+            f"{len(tasks) - len(work)} entries are there, {len(work)} are encoded now"
+        )
         if not work:
-            processes.say(f"cache {self._folder}: all {len(rows)} samples are there")
             return
-        processes.say(f"cache {self._folder}: encoding {len(work)} of {len(entries)} entries")
-        own = work[processes.layout.rank :: processes.layout.world]
+        encoder.check(f"{len(work)} entries are not in {self._folder} yet")
+        own = _own_part(work, processes)
         for file, row, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
+            if file.is_file():  # by another command
+                continue
             with atomic_file(file) as temporary:
                 save_file(encode(row), temporary)
         processes.wait_for_all("cache filled")
-        unseen = [row for file, (row, _) in entries.items() if not file.is_file()]
+        unseen = [row for file, row, _ in work if not file.is_file()]
         if unseen:
             raise UserError(
                 f"data.cache: this machine does not see {len(unseen)} entries that others wrote to {self._folder}, for "
                 f"example of {unseen[0].media}; give a folder that all machines share"
             )
+
+    def _remove_abandoned(self) -> None:
+        """Delete what killed processes had begun to write."""
+        for left in self._folder.glob("*/.*.partial"):
+            try:
+                if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                    left.unlink()
+            except OSError:  # finished or deleted meanwhile
+                continue
 
     def read_media(self, row: Row) -> Tensors:
         """The tensors of the row's medium, `latents` among them."""
@@ -159,4 +198,60 @@ class _MediaHashes:
         if self._changed:
             with atomic_file(self._file) as temporary:
                 temporary.write_text(json.dumps(self._known), encoding="utf-8")
+            self._changed = False
+
+
+def _own_part(work: Sequence[T], processes: Processes) -> Sequence[T]:
+    """What this process begins with, and all that it has to do.
+
+    Processes of one command divide the work. A process on its own does all of it, from a place of its own, so that
+    several commands that fill one folder meet at the end only.
+    """
+    if processes.layout.world > 1:
+        return work[processes.layout.rank :: processes.layout.world]
+    start = int.from_bytes(hashlib.sha256(str((os.getpid(), os.uname().nodename)).encode()).digest()[:4], "big") % len(
+        work
+    )
+    return [*work[start:], *work[:start]]
+
+
+class _EncoderFingerprints:
+    """What identifies encoders, remembered with the entries, so that these are found when the encoders are gone."""
+
+    def __init__(self, file: Path, variant: str, source: ModelSource) -> None:
+        self._file = file
+        self._variant = variant
+        self._source = source
+        self._known: dict[str, list[str]] = {}
+        if file.is_file():
+            self._known = read_json(file)
+        self._changed = False
+
+    def of(self, component: str) -> str:
+        """The fingerprint of a component: of what the model has now, else of the one that the entries were made with.
+
+        Raises:
+            UserError: the model lacks it, and the entries do not say which it was.
+        """
+        name = f"{self._variant}/{component}"
+        known = self._known.get(name, [])
+        place = self._source.parts.get(component)
+        if place is not None and place.exists():
+            found = fingerprint(place)
+            if found not in known:
+                self._known[name] = [*known, found]
+                self._changed = True
+            return found
+        if len(known) == 1:
+            return known[0]
+        why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._variant}"
+        raise UserError(
+            f"model.path: {self._source.label} lacks {component}, and the cache {self._file.parent} {why}; add the "
+            f"{component}, or set data.cache to the folder that was filled with it"
+        )
+
+    def save(self) -> None:
+        if self._changed:
+            with atomic_file(self._file) as temporary:
+                temporary.write_text(json.dumps(self._known, indent=2), encoding="utf-8")
             self._changed = False

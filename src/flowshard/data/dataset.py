@@ -81,6 +81,15 @@ class Encoder:
             where=self.metadata.describe(row),
         )
 
+    def check(self, reason: str) -> None:
+        """Refuse a model that lacks an encoder; `reason` says what it is needed for.
+
+        Raises:
+            UserError: naming what is missing.
+        """
+        components = [*self.family.media_components, *self.family.text_components]
+        self.source.check_parts(components, option="model.path", wanted=f", and {reason}")
+
     def release(self) -> None:
         """Free the encoders."""
         self._encoders = None
@@ -163,7 +172,6 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
     if cache_folder is None:
         return OnlineDataset(encoder, repeat)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
-    rows = encoder.metadata.rows
-    cache.fill(rows, encode_media=encoder.media, encode_text=encoder.text, processes=processes)
+    cache.fill(encoder.metadata.rows, encoder, processes)
     encoder.release()
     return CachedDataset(cache, encoder.metadata, repeat)

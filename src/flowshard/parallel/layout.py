@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowshard.config import Config, LayoutConfig
 from flowshard.errors import UserError
@@ -191,6 +191,14 @@ def generation_layout(sequence: int, heads: int, environment: Mapping[str, str] 
             f"{sequence} with torchrun --nproc-per-node {sequence} -m flowshard generate"
         )
     sequence, ulysses, ring = _sequence_degrees(LayoutConfig(sequence=sequence), world, heads)
+    return replace(encoding_layout(environment), sequence=sequence, ulysses=ulysses, ring=ring)
+
+
+def encoding_layout(environment: Mapping[str, str] | None = None) -> Layout:
+    """The layout of `flowshard cache`, each of whose processes encodes samples of its own, whatever engine the launcher
+    is configured for."""
+    environment = os.environ if environment is None else environment
+    world = int(environment.get("WORLD_SIZE", "1"))
     return Layout(
         strategy="single" if world == 1 else "ddp",
         world=world,
@@ -200,9 +208,9 @@ def generation_layout(sequence: int, heads: int, environment: Mapping[str, str] 
         reason="",
         accumulation=1,
         shard=1,
-        sequence=sequence,
-        ulysses=ulysses,
-        ring=ring,
+        sequence=1,
+        ulysses=1,
+        ring=1,
         deepspeed_file=None,
     )
 

@@ -70,23 +70,25 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         UserError: the message names option, file or row, the value, and the fix.
     """
     recognised = config.model.variant is None
-    if recognised:
-        name = recognise_variant(config.model.path, option="model.path", variant_option="model.variant")
-        config = config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
-    assert config.model.variant is not None  # noqa: S101
-    family, variant = find_variant(config.model.variant, option="model.variant")
+    config, family, variant = with_variant(config)
     config = _with_expert(config, variant)
     data = config.data
-    family.check_size(data.height, data.width, data.frames, where="data.")
     if config.model.extend is not None:
         check_spec(config.model.extend, option="model.extend")
     layout = resolve_layout(config, environment)
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
-    metadata = read_metadata(data.metadata, data.root, family.inputs)
-    _check_samples(config, family, metadata)
-    source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
+    metadata = read_samples(config, family)
+    _check_batches(config, family, metadata)
+    source = find_source(
+        config.model.path,
+        family,
+        variant,
+        option="model.path",
+        expert=config.model.expert,
+        encoders=config.cache_folder is None,  # else it depends on whether there is something left to encode
+    )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
     _check_sequence(config, layout, family, variant, metadata, source)
@@ -135,6 +137,19 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         checkpoint=checkpoint,
         changes=changes,
     )
+
+
+def with_variant(config: Config) -> tuple[Config, Family, Variant]:
+    """The config with its variant, which is recognised by the model's files if it is not given.
+
+    Raises:
+        UserError: the variant is unknown or cannot be told.
+    """
+    name = config.model.variant
+    if name is None:
+        name = recognise_variant(config.model.path, option="model.path", variant_option="model.variant")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
+    return config, *find_variant(name, option="model.variant")
 
 
 def _with_expert(config: Config, variant: Variant) -> Config:
@@ -194,15 +209,21 @@ def _shortened(
     return kept
 
 
-def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
-    """Refuse samples that the model cannot take, or that cannot be in one batch."""
+def read_samples(config: Config, family: Family) -> Metadata:
+    """The samples of a run, each of which the model takes at the size of the run.
+
+    Raises:
+        UserError: naming the option, or file and row.
+    """
     data = config.data
+    family.check_size(data.height, data.width, data.frames, where="data.")
+    metadata = read_metadata(data.metadata, data.root, family.inputs)
     for row in metadata.rows:
         where = f"{metadata.path}: row {row.number}: "
         if is_image(row.media):
             family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
         family.check_given(row.inputs.keys(), where=where)
-    _check_batches(config, family, metadata)
+    return metadata
 
 
 def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:

@@ -115,7 +115,9 @@ def _family(options: ExportOptions, found: Path) -> tuple[Family, ModelSource | 
     """The family, and the base model if it is known."""
     if options.model is not None:
         variant, expert = _model_of_run(found)
-        family, _, source = find_any_source(options.model, options.variant or variant, option="--model", expert=expert)
+        family, _, source = find_any_source(
+            options.model, options.variant or variant, option="--model", expert=expert, encoders=False
+        )
         return family, source
     variant = options.variant or _model_of_run(found)[0]
     if variant is None:

@@ -222,7 +222,18 @@ def download(
 
 
 def check_pipeline(folder: Path, family: Family, *, option: str, transformer: str = TRANSFORMER_FOLDER) -> None:
-    """Refuse a pipeline folder of another family, or one that lacks a component.
+    """Refuse a pipeline folder of another family, or one that lacks the transformer.
+
+    Raises:
+        UserError: naming `option`.
+    """
+    check_pipeline_class(folder, family, option=option)
+    if not (folder / transformer / "config.json").is_file():
+        raise UserError(f"{option}: {folder} lacks {transformer}/config.json")
+
+
+def check_pipeline_class(folder: Path, family: Family, *, option: str) -> None:
+    """Refuse a pipeline folder of another family.
 
     Raises:
         UserError: naming `option`.
@@ -233,8 +244,6 @@ def check_pipeline(folder: Path, family: Family, *, option: str, transformer: st
             f"{option}: {folder} holds a {found}, the variant needs a {family.pipeline_class}; give the right folder or "
             "change model.variant"
         )
-    if not (folder / transformer / "config.json").is_file():
-        raise UserError(f"{option}: {folder} lacks {transformer}/config.json")
 
 
 def scheduler_settings(folder: Path, default: Mapping[str, Any]) -> Mapping[str, Any]:

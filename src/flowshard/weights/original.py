@@ -104,7 +104,13 @@ def _has_landmark(names: Iterable[str], family: Family) -> bool:
 
 
 def read_original(
-    path: str | Sequence[str], family: Family, variant: Variant, *, option: str, expert: str | None
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    *,
+    option: str,
+    expert: str | None,
+    encoders: bool = True,
 ) -> OriginalFiles:
     """Find and check the publisher's files of a model; no tensor is read.
 
@@ -114,18 +120,61 @@ def read_original(
         variant: whose table has what the files do not say.
         option: names the option in messages.
         expert: which transformer of a model with two; None is that for high noise.
+        encoders: whether it is an error if encoders are missing.
 
     Raises:
         UserError: something is missing, broken or of another model; the message names it.
     """
-    shown = label(path)
+    files, wanted = _of_expert(_places(path, family, variant, option), family, variant, expert, option)
+    parts, weights = _sorted_out(files, family, option)
+    tensors = _transformer_tensors(weights, family, read_header, option)
+    if not tensors:
+        raise UserError(f"{option}: {label(path)} holds no weights of the transformer ({wanted})")
+    assert family.landmark is not None  # noqa: S101
+    if family.landmark not in tensors:
+        _refuse_other_model(tensors, family, family.landmark, option)
+    config = _transformer_config(tensors, family, variant, option)
+    _refuse_other_kind(tensors, config, family, variant, option)
+    _add_beside(parts, [info.file.parent for info in tensors.values()], family)
+    _check_parts(parts, path, family, variant, option, complete=encoders)
+    return OriginalFiles(parts, tensors, config)
+
+
+def find_original_encoders(
+    path: str | Sequence[str], family: Family, variant: Variant, *, option: str
+) -> Mapping[str, Path]:
+    """Encoders and tokenizer in the publisher's files by diffusers' component name; the transformer need not be there.
+
+    Raises:
+        UserError: something is missing or is no file of the model; the message names it.
+    """
+    places = _places(path, family, variant, option)
+    parts, weights = _sorted_out([place for place in places if not _is_model_folder(place, family)], family, option)
+    _add_beside(parts, [*(file.parent for file in weights), *filter(Path.is_dir, places)], family)
+    _check_parts(parts, path, family, variant, option, complete=True)
+    return parts
+
+
+def _is_model_folder(place: Path, family: Family) -> bool:
+    return place.is_dir() and _part_of(place, family) is None
+
+
+def _places(path: str | Sequence[str], family: Family, variant: Variant, option: str) -> list[Path]:
+    """The files and folders of a path.
+
+    Raises:
+        UserError: some do not exist, or the variant has none of its publisher.
+    """
     if family.original_weights is None:
         raise UserError(
-            f"{option}: {shown}: {variant.name} is read in the diffusers layout only; give a folder with a "
+            f"{option}: {label(path)}: {variant.name} is read in the diffusers layout only; give a folder with a "
             f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
         )
-    assert family.landmark is not None  # noqa: S101
-    files, wanted = _of_expert(_all_of(path, option), family, variant, expert, option)
+    return _all_of(path, option)
+
+
+def _sorted_out(files: Sequence[Path], family: Family, option: str) -> tuple[dict[str, Path], list[Path]]:
+    """Encoders and tokenizer by component, and files that may be of the transformer."""
     parts: dict[str, Path] = {}
     weights: list[Path] = []
     for file in dict.fromkeys(files):
@@ -140,22 +189,35 @@ def read_original(
             raise UserError(
                 f"{option}: {file} is no file that {family.name} has; it has {known} and .safetensors weights"
             )
-    tensors = _transformer_tensors(weights, family, read_header, option)
-    if not tensors:
-        raise UserError(f"{option}: {shown} holds no weights of the transformer ({wanted})")
-    if family.landmark not in tensors:
-        _refuse_other_model(tensors, family, family.landmark, option)
-    config = _transformer_config(tensors, family, variant, option)
-    _refuse_other_kind(tensors, config, family, variant, option)
+    return parts, weights
+
+
+def _add_beside(parts: dict[str, Path], folders: Sequence[Path], family: Family) -> None:
+    """Add the parts that lie beside those that are known, or in other folders of the model."""
     for part, patterns in family.original_parts.items():
         if part not in parts:
-            beside = _beside(family, patterns, [*parts.values(), *(info.file for info in tensors.values())])
-            if beside is None:
-                raise UserError(f"{option}: {shown} lacks the {part} ({' or '.join(patterns)}); add it to the list")
-            parts[part] = beside
-        if part.startswith("text_encoder") and parts[part].is_dir():
+            beside = _beside(family, patterns, [*(place.parent for place in parts.values()), *folders])
+            if beside is not None:
+                parts[part] = beside
+
+
+def _check_parts(
+    parts: Mapping[str, Path],
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    option: str,
+    *,
+    complete: bool,
+) -> None:
+    for part, patterns in family.original_parts.items():
+        if part not in parts:
+            if complete:
+                raise UserError(
+                    f"{option}: {label(path)} lacks the {part} ({' or '.join(patterns)}); add it to the list"
+                )
+        elif part.startswith("text_encoder") and parts[part].is_dir():
             _check_encoder(parts[part], variant, option)
-    return OriginalFiles(parts, tensors, config)
 
 
 def label(path: str | Sequence[str]) -> str:
@@ -327,11 +389,10 @@ def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
     return None
 
 
-def _beside(family: Family, patterns: Sequence[str], others: list[Path]) -> Path | None:
-    """What matches a pattern in the folder of another file of the model, or in the one above it."""
-    folders = dict.fromkeys(other.parent for other in others)
+def _beside(family: Family, patterns: Sequence[str], folders: Sequence[Path]) -> Path | None:
+    """What matches a pattern in one of the folders, or in the one above a transformer's."""
     inner = (TRANSFORMER_FOLDER, *family.original_experts.values())
-    for folder in (*folders, *(folder.parent for folder in folders if folder.name in inner)):
+    for folder in dict.fromkeys((*folders, *(folder.parent for folder in folders if folder.name in inner))):
         for pattern in patterns:
             found = sorted(folder.glob(pattern))
             if found:

@@ -13,12 +13,13 @@ from flowshard.weights.files import (
     TRANSFORMER_FOLDER,
     TensorInfo,
     check_pipeline,
+    check_pipeline_class,
     find_pipeline,
     read_headers,
     read_json,
     scheduler_settings,
 )
-from flowshard.weights.original import is_original, label, read_original, recognise_files
+from flowshard.weights.original import find_original_encoders, is_original, label, read_original, recognise_files
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,21 @@ class ModelSource:
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline that are no components, where no folder says them."""
 
+    def check_parts(self, components: Sequence[str], *, option: str, wanted: str = "") -> None:
+        """Refuse a model that lacks one of these components.
+
+        Args:
+            components: their names.
+            option: names the option of the path in messages.
+            wanted: what they are needed for, if that is not plain.
+
+        Raises:
+            UserError: naming what is missing.
+        """
+        missing = [name for name in components if not (name in self.parts and self.parts[name].exists())]
+        if missing:
+            raise UserError(f"{option}: {self.label} lacks {', '.join(missing)}{wanted}; add what is missing")
+
     @property
     def transformer(self) -> Path:
         """Where the transformer's weights are, for messages."""
@@ -49,7 +65,7 @@ class ModelSource:
 
 
 def find_any_source(
-    path: str, variant: str | None, *, option: str, expert: str | None = None
+    path: str, variant: str | None, *, option: str, expert: str | None = None, encoders: bool = True
 ) -> tuple[Family, Variant, ModelSource]:
     """`find_source`, for a model whose variant may have to be recognised.
 
@@ -58,7 +74,7 @@ def find_any_source(
     """
     name = recognise_variant(path, option=option, variant_option="--variant") if variant is None else variant
     family, row = find_variant(name, option="--variant")
-    return family, row, find_source(path, family, row, option=option, expert=expert)
+    return family, row, find_source(path, family, row, option=option, expert=expert, encoders=encoders)
 
 
 def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
@@ -135,7 +151,13 @@ def _is_alike(one: Variant, other: Variant) -> bool:
 
 
 def find_source(
-    path: str | Sequence[str], family: Family, variant: Variant, *, option: str, expert: str | None = None
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    *,
+    option: str,
+    expert: str | None = None,
+    encoders: bool = True,
 ) -> ModelSource:
     """Find and check a model's files; no tensor is read.
 
@@ -146,6 +168,8 @@ def find_source(
         variant: whose table has what the files do not say.
         option: names the option in messages.
         expert: which transformer of a model with two, `high` or `low`.
+        encoders: whether it is an error if encoders are missing; else `parts` may be without them, or name what is not
+            there.
 
     Raises:
         UserError: something is missing or broken; the message names it.
@@ -166,17 +190,16 @@ def find_source(
             raise UserError(
                 f"{option}: {folder} has {found}, {variant.name} has {wanted}; give the right folder or change model.variant"
             )
-        components = dict.fromkeys((*family.media_components, *family.text_components))
-        return ModelSource(
-            label=str(folder),
-            folder=folder,
-            parts={name: folder / name for name in components},
+        source = _without_transformer(folder, family, variant)
+        if encoders:
+            source.check_parts([*source.parts], option=option)
+        return replace(
+            source,
             tensors=read_headers(folder / transformer),
             config=config,
-            scheduler=scheduler_settings(folder, variant.scheduler),
             transformer_folder=transformer,
         )
-    files = read_original(path, family, variant, option=option, expert=expert)
+    files = read_original(path, family, variant, option=option, expert=expert, encoders=encoders)
     return ModelSource(
         label=label(path),
         folder=None,
@@ -185,6 +208,48 @@ def find_source(
         config=files.config,
         scheduler=variant.scheduler,
         pipeline=family.pipeline_settings(variant),
+    )
+
+
+def find_encoders(path: str | Sequence[str], family: Family, variant: Variant, *, option: str) -> ModelSource:
+    """Find and check what a model encodes samples with; the transformer need not be there.
+
+    Args:
+        path: as for `find_source`.
+        family: of the model.
+        variant: of the family.
+        option: names the option in messages.
+
+    Raises:
+        UserError: something is missing; the message names it.
+    """
+    if isinstance(path, str) and not is_original(path):
+        folder = find_pipeline(path, option=option)
+        check_pipeline_class(folder, family, option=option)
+        source = _without_transformer(folder, family, variant)
+        source.check_parts([*source.parts], option=option)
+        return source
+    return ModelSource(
+        label=label(path),
+        folder=None,
+        parts=find_original_encoders(path, family, variant, option=option),
+        tensors={},
+        config={},
+        scheduler=variant.scheduler,
+        pipeline=family.pipeline_settings(variant),
+    )
+
+
+def _without_transformer(folder: Path, family: Family, variant: Variant) -> ModelSource:
+    """What a folder in the diffusers layout has besides the transformer."""
+    components = dict.fromkeys((*family.media_components, *family.text_components))
+    return ModelSource(
+        label=str(folder),
+        folder=folder,
+        parts={name: folder / name for name in components},
+        tensors={},
+        config={},
+        scheduler=scheduler_settings(folder, variant.scheduler),
     )
 
 
