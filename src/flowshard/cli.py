@@ -111,6 +111,12 @@ def _parity(parsed: argparse.Namespace) -> None:
     parity(ParityOptions(**{name: getattr(parsed, name) for name in fields}))
 
 
+def _report(parsed: argparse.Namespace) -> None:
+    from flowshard.report.command import report
+
+    sys.stdout.write(f"wrote {report(parsed.runs, parsed.output)}\n")
+
+
 def _tiny(parsed: argparse.Namespace) -> None:
     from flowshard.families import all_families, find_variant
 
@@ -283,6 +289,18 @@ def _parser() -> argparse.ArgumentParser:
         "--variant", metavar="NAME", help="what the LoRA was trained on, if neither run nor --model says"
     )
     export.set_defaults(run=_export)
+
+    report = commands.add_parser(
+        "report",
+        help="write the numbers and samples of a run, or of several, as one page",
+        description="Write one self-contained HTML page with the curves, samples and config of a run, finished or not; "
+        "of several runs in the same charts, with what differs in their configs.",
+    )
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page (default: report.html in the first folder)"
+    )
+    report.set_defaults(run=_report)
 
     tiny = commands.add_parser(
         "tiny",

@@ -4,6 +4,7 @@ Training, caching and conditions all come through `read_frames`, so there is one
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,23 @@ def picture_size(path: Path, *, where: str) -> tuple[int, int]:
     except Exception as error:  # as in `read_frames`
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
+
+
+def middle_frame(path: Path) -> Image.Image:
+    """A picture, or the frame in the middle of a clip, as RGB in its own size.
+
+    Raises:
+        UserError: the file cannot be decoded.
+    """
+    try:
+        if is_image(path):
+            return next(_image(path))
+        with av.open(str(path)) as container:
+            count = sum(1 for _ in container.decode(video=0))
+        return next(islice(_video(path), count // 2, None))
+    except Exception as error:  # as in `read_frames`
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be decoded ({reason}); replace the file") from None
 
 
 def _image(path: Path) -> Generator[Image.Image, None, None]:

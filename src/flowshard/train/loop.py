@@ -110,7 +110,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     observer.started(build.model)
     # From here on the run is known to start, and an earlier one may make room.
     folder = RunFolder(Path(config.output))
-    record = {**environment_record(), "layout": asdict(layout)}
+    record = {**environment_record(), "layout": asdict(layout), "steps": inputs.steps}
     say(
         processes.on_main(
             lambda: folder.prepare(

@@ -1,0 +1,1 @@
+"""`flowshard report`: runs as one self-contained page."""
