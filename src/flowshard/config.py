@@ -123,6 +123,9 @@ class TrainConfig(Section):
     """Patterns of modules or parameters. With `lora`: trained in full beside the adapters. With `full`: only these."""
     groups: list[GroupConfig] = []
     """Learning rate and weight decay by pattern; the first group that matches a parameter counts."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What to do when loss or gradient norm is no finite number: `stop` saves and ends the run, `skip` leaves the update
+    out, and ends the run after 10 in a row."""
 
 
 class LoraConfig(Section):
@@ -247,8 +250,13 @@ class ValidationConfig(Section):
 
 
 class LogConfig(Section):
-    """Where numbers go besides `metrics.jsonl`."""
+    """What is measured, and where numbers go besides `metrics.jsonl`."""
 
+    per_rank: bool = False
+    """Write the mean loss of each data-parallel rank as well."""
+    flops: bool = True
+    """Count the floating-point operations of a step before the first one, which takes some seconds for a large model, to
+    write them and the share of the devices' peak."""
     profile: bool = False
     """Measure the communication of sequence parallelism, at the price of waiting for the device at each operation."""
     trackers: list[str] = []

@@ -1,5 +1,7 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
+import functools
+import re
 import resource
 import sys
 import time
@@ -64,6 +66,53 @@ def memory_peak_bytes(device: torch.device) -> int:
         return int(backend.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+_PEAKS = (
+    # TFLOP/s of dense matrix products in bfloat16 or float16, accumulated in float32, from the makers' data sheets, which
+    # often give twice that, for sparse ones. NVIDIA: data sheets of A100, H100, H200, HGX B200, L40S and the Ada
+    # architecture's white paper. Huawei: the Atlas 800T A2 product pages. The first pattern that is found counts.
+    (r"A100", 312.0),
+    (r"H100 PCIe", 756.0),
+    (r"H100 NVL|H200 NVL", 835.5),
+    (r"H100|H200", 989.4),
+    (r"B200", 2250.0),
+    (r"L40S", 362.05),
+    (r"RTX 4090$", 165.2),
+    (r"910B2", 376.0),
+    (r"910B3", 313.0),
+    (r"910B4", 280.0),
+)
+_MEASURED_SECONDS = 0.1
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating-point operations a second that the device can do at most in matrix products; None if that is not known.
+
+    The CPU is measured, once; what other processes do meanwhile lowers its value.
+    """
+    if device.type == "cpu":
+        return _measured_peak(dtype)
+    if dtype == torch.float32:  # depends on whether products are rounded to TF32
+        return None
+    backend: Any = getattr(torch, device.type)
+    return known_peak(str(backend.get_device_name(device)))
+
+
+def known_peak(name: str) -> float | None:
+    """The peak of an accelerator with that name in bfloat16 and float16; None if the table does not have it."""
+    return next((1e12 * peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
+
+
+@functools.cache
+def _measured_peak(dtype: torch.dtype) -> float:
+    size = 768
+    factors = torch.ones(2, size, size, dtype=dtype)
+    best, end = float("inf"), time.perf_counter() + _MEASURED_SECONDS
+    while (start := time.perf_counter()) < end:
+        torch.mm(factors[0], factors[1])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
 
 
 def synchronize(device: torch.device) -> None:

@@ -348,6 +348,14 @@ class Family(ABC):
     def tokens(self, shape: torch.Size) -> int:
         """Image or video tokens of one sample whose latents, without batch, have that shape."""
 
+    def reference_tokens(self, conditions: Tensors) -> int:  # noqa: ARG002
+        """Tokens that reference pictures add to a sample.
+
+        Args:
+            conditions: from `batch_conditions`.
+        """
+        return 0
+
     @abstractmethod
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         """Call the stock pipeline.

@@ -49,6 +49,9 @@ class JointFamily(ImageFamily):
         _, height, width = shape
         return height * width
 
+    def reference_tokens(self, conditions: Tensors) -> int:
+        return sum(t.shape[2] * t.shape[3] for name, t in conditions.items() if name.startswith(_REFERENCE))
+
 
 def stack_references(conditions: Sequence[Tensors]) -> Tensors:
     """The reference pictures of a micro-batch, each (batch, channels, height, width).

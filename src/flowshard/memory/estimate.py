@@ -1,22 +1,18 @@
 """Memory of a run, worked out before its first step without computing anything."""
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowshard.config import ActivationPolicy
 from flowshard.memory.activations import is_attention
+from flowshard.memory.fakes import Forward, Tensors, fake_call, forgetting
 from flowshard.memory.storages import storage_id
 from flowshard.parallel.layout import Layout
 from flowshard.parallel.strategies.base import OptimizerFactory
-
-Tensors = dict[str, torch.Tensor]
-Forward = Callable[[torch.nn.Module, Tensors], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,20 +59,13 @@ def estimate_memory(
         make_optimizer: makes the run's optimizer from parameter groups.
         policies: what each block keeps.
         device: where it will run.
-        remembering: attributes of the model that keep tensors from one call to the next, which must not keep those of
-            a call that computes nothing; copies take their place meanwhile.
+        remembering: see `forgetting`.
     """
     tensors = [*model.parameters(), *model.buffers()]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    kept = {name: getattr(model, name) for name in remembering}
-    try:
-        for name, value in kept.items():
-            setattr(model, name, copy.copy(value))
+    with forgetting(model, remembering):
         selective = policies.count("selective") / len(policies)
         activations = _activation_bytes(model, forward, inputs, selective, device)
-    finally:
-        for name, value in kept.items():
-            setattr(model, name, value)
     return MemoryEstimate(
         parameters=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         gradients=4 * trained,
@@ -113,19 +102,11 @@ def _activation_bytes(
             sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # some models hold tables that are no buffers
-    with mode:
-        fakes: Tensors = {
-            f"model.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
-                tensor.requires_grad
-            )
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        }
+    mode, call, fakes = fake_call(model, forward, inputs, device)
     weights.update(storage_id(tensor) for tensor in fakes.values())
-    fake_inputs = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
     attention = _AttentionBytes()
     with mode, attention, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss = torch.func.functional_call(_Call(model, forward), fakes, (fake_inputs,))
+        loss = call()
     del loss
     return sum(sizes.values()) + round(selective * attention.total)
 
@@ -143,15 +124,3 @@ class _AttentionBytes(TorchDispatchMode):
             outputs = result if isinstance(result, tuple) else (result,)
             self.total += sum(value.nbytes for value in outputs if isinstance(value, torch.Tensor))
         return result
-
-
-class _Call(torch.nn.Module):
-    """`forward(model, inputs)` as a module, which is what `functional_call` puts other parameters into."""
-
-    def __init__(self, model: torch.nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self._forward = forward
-
-    def forward(self, inputs: Tensors) -> torch.Tensor:
-        return self._forward(self.model, inputs)

@@ -45,7 +45,12 @@ class Build:
     """Names of the stock model that are gone."""
 
 
-def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> Build:
+def build_on_meta(
+    inputs: RunInputs,
+    sequence: SequenceGroup | None = None,
+    *,
+    measure: Callable[[torch.nn.Module], None] | None = None,
+) -> Build:
     """The transformer with adapters, sequence plan and activation policies; no weight has been read.
 
     Order: build, the user's extension, adapters, what is trained, types, sequence plan, activation policies.
@@ -53,6 +58,7 @@ def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> B
     Args:
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
+        measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
 
     Raises:
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
@@ -74,6 +80,8 @@ def build_on_meta(inputs: RunInputs, sequence: SequenceGroup | None = None) -> B
     declare_types(model, dtype)
     if dtype != torch.float32:
         compute_in_float32(model)
+    if measure is not None:
+        measure(model)
     if sequence is not None:
         apply_sequence_plan(model, inputs.family.sequence_plan, sequence)
     blocks = inputs.family.blocks(model)
@@ -153,19 +161,32 @@ def fill(build: Build, inputs: RunInputs, strategy: Strategy) -> LoadReport:
 def loss_function(family: Family, *, dtype: torch.dtype, device: torch.device) -> LossFunction:
     """What maps a model and the tensors of a micro-batch (`MicroBatch.tensors`) to its loss.
 
-    The loss is float32: the mean over the samples of weight times mean squared error. The model computes under autocast
-    to `dtype`, with inputs of that type, unless it is float32.
+    The loss is float32: the mean over the samples of weight times what `sample_loss_function` gives.
     """
+    losses_of = sample_loss_function(family, dtype=dtype, device=device)
 
     def loss(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (losses_of(model, tensors) * tensors["weight"].to(device)).mean()
+
+    return loss
+
+
+def sample_loss_function(family: Family, *, dtype: torch.dtype, device: torch.device) -> LossFunction:
+    """What maps a model and the tensors of a micro-batch to the loss of each sample, without its weight.
+
+    The losses are float32 of shape (batch,): mean squared errors. The model computes under autocast to `dtype`, with
+    inputs of that type, unless it is float32.
+    """
+
+    def losses(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        clean, noise, sigma, weight = (tensors.pop(name) for name in ("latents", "noise", "sigma", "weight"))
+        clean, noise, sigma, _ = (tensors.pop(name) for name in ("latents", "noise", "sigma", "weight"))
         noisy = add_noise(clean, noise, sigma).to(dtype)
         conditions = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
         with mixed:
             prediction = family.denoise(model, noisy, sigma, conditions)
         learned = (family.learned(tensor) for tensor in (prediction, clean, noise))
-        return (sample_losses(*learned) * weight).mean()
+        return sample_losses(*learned)
 
-    return loss
+    return losses

@@ -196,11 +196,17 @@ class StateReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._masters = checkpoint.masters
         self._optimizer: dict[str, dict[str, TensorInfo]] = {}
-        if not checkpoint.weights_only:
+        # Without the folder no update had been made: there is no state yet.
+        if not checkpoint.weights_only and (checkpoint.path / OPTIMIZER).is_dir():
             for name, info in read_headers(checkpoint.path / OPTIMIZER).items():
                 parameter, _, key = name.rpartition("/")
                 self._optimizer.setdefault(parameter, {})[key] = info
         self._files: dict[Path, Any] = {}
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether any update had been made."""
+        return bool(self._optimizer)
 
     def master(self, name: str) -> "torch.Tensor":
         """A trained parameter, float32."""
@@ -278,5 +284,6 @@ WarmUp = Callable[[], "torch.Tensor"]
 
 def restore(reader: StateReader, checkpoint: Checkpoint, strategy: "Strategy", warm_up: WarmUp) -> None:
     """Give a started strategy the optimizer state and the loss scale of a checkpoint. Collective."""
-    strategy.restore_optimizer_state(reader.optimizer, warm_up)
+    if reader.has_optimizer_state:
+        strategy.restore_optimizer_state(reader.optimizer, warm_up)
     strategy.loss_scale.restore(checkpoint.state["loss_scale"])

@@ -8,7 +8,7 @@ import torch
 
 from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
-from flowshard.device import Stopwatch, check_dtype, memory_peak_bytes
+from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
 from flowshard.memory.estimate import estimate_memory
 from flowshard.objective.sigmas import NoiseLevels
@@ -16,16 +16,18 @@ from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
-from flowshard.train.build import build_on_meta, fill, loss_function, use_masters
+from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
 from flowshard.train.inputs import RunInputs
-from flowshard.train.metrics import CommunicationMeter, MetricsLog, StepMetrics
+from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
+from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
 from flowshard.train.optimizer import optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
 from flowshard.train.record import environment_record
 from flowshard.train.state import RunFolder
 from flowshard.train.stop import Deadline, StopRequest
+from flowshard.train.updates import UpdateGuard
 from flowshard.weights.export import WeightsWriter
 
 
@@ -75,7 +77,9 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             f"warning: {layout.ulysses} processes that exchange heads (layout.ulysses) do not lie on one machine of "
             f"{layout.local_world}; a ring sends less between machines"
         )
-    build = build_on_meta(inputs, sequence)
+    largest = batches.largest_micro_batch()
+    flops = FlopMeter(inputs, largest, processes)
+    build = build_on_meta(inputs, sequence, measure=flops.count)
     build.new = observer.new_weights(build.new)
     checkpoint = inputs.checkpoint
     reader = None if checkpoint is None else StateReader(checkpoint)
@@ -84,7 +88,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         for line in inputs.changes:
             say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    largest = batches.largest_micro_batch()
+    losses_of = sample_loss_function(inputs.family, dtype=dtype, device=device)
     memory = estimate_memory(
         build.model,
         loss_of,
@@ -102,10 +106,12 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
         say(report.table())
     strategy.start(build.model, build.settings, make_optimizer)
+    guard = UpdateGuard(config.train.on_nan)
     begin = 0
     if checkpoint is not None and reader is not None and not checkpoint.weights_only:
         begin = checkpoint.step
         restore(reader, checkpoint, strategy, lambda: loss_of(strategy.model, largest.tensors()))
+        guard.restore(checkpoint.state["updates"])
         say(f"resumed {checkpoint.path} after step {begin}")
     observer.started(build.model)
     # From here on the run is known to start, and an earlier one may make room.
@@ -139,6 +145,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 "method": config.train.method,
                 "lora": config.lora.model_dump() if inputs.adapted else None,
                 "loss_scale": strategy.loss_scale.state(),
+                "updates": guard.state(),
             },
             resumable=config.save.resumable,
             keep=keep,
@@ -154,69 +161,72 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     with StopRequest() as stop, MetricsLog(folder.metrics, steps=inputs.steps, enabled=processes.is_main) as log:
         for step in range(begin, inputs.steps):
             watch.start()
-            # Loss, tokens, and whether this process was asked to stop: what all have to know, in one sum.
-            totals = torch.zeros(3, dtype=torch.float64, device=device)
+            totals = StepTotals(processes, per_rank=config.log.per_rank)
             for number in range(accumulation):
                 batch = observer.batch(step, next(micro_batches))
                 watch.lap("data")
                 with strategy.micro_batch(last=number == accumulation - 1):
-                    loss = loss_of(strategy.model, batch.tensors()) / accumulation
+                    losses = losses_of(strategy.model, batch.tensors())
+                    loss = (losses * batch.weight.to(device)).mean() / accumulation
                     watch.lap("forward")
                     # The gradients of processes that share a sample are parts of a sum, and engines take the mean of all.
                     strategy.backward(loss * layout.sequence)
                 watch.lap("backward")
-                totals[0] += loss.detach() / layout.world
-                totals[1] += len(batch.rows) * inputs.family.tokens(batch.latents.shape[1:]) / layout.sequence
+                totals.add(loss, losses, batch, tokens_of(batch, inputs.family))
             if stop.reason is None and processes.is_main:
                 stop.reason = limit.reason or ("a file named stop" if folder.stop_requested else None)
-            totals[2] += stop.reason is not None
             observer.backward_done(step, strategy)
-            loss_value, tokens, stopping = processes.sum(totals).tolist()
+            sums = totals.sum(stopping=stop.reason is not None)
             factor = schedule_factor(step, steps=inputs.steps, train=config.train)
             # All processes know the loss, so all leave out the update together.
-            norm = strategy.step(factor) if math.isfinite(loss_value) else math.nan
+            sound = math.isfinite(sums.loss)
+            norm = strategy.step(factor, limit=math.inf if sound else -math.inf)
             watch.lap("optimizer")
-            made = math.isfinite(norm)
-            if made:
+            if sound and math.isfinite(norm):
                 strategy.loss_scale.succeeded()
-            elif not (math.isfinite(loss_value) and strategy.loss_scale.lower()):
+                guard.made()
+            elif not (sound and strategy.loss_scale.lower()) and not guard.leave_out():
                 # These weights may be spoilt already, so no earlier checkpoint goes for them.
                 kept = save(step, config.save.keep + 1) if step > saved else last
                 places = ", ".join(inputs.metadata.describe(row) for row in batches.rows(step))
                 raise RunError(
-                    f"step {step + 1}: the loss is {loss_value} and the gradient norm {norm}; the weights were not "
-                    f"updated (last checkpoint: {kept}). Samples of the step: {places}. Lower train.learning_rate or "
-                    "check these samples"
+                    f"step {step + 1}: the loss is {sums.loss} and the gradient norm {norm}; the weights were not "
+                    f"updated{guard.history} (last checkpoint: {kept}). Samples of the step: {places}. Lower "
+                    "train.learning_rate or check these samples"
                 )
             seconds = watch.read()
             whole = sum(seconds.values())
             done = step + 1
-            observer.step_done(step, loss_value, norm, strategy)
+            observer.step_done(step, sums.loss, norm, strategy)
             log.write(
                 StepMetrics(
                     step=done,
-                    loss=loss_value,
-                    grad_norm=norm if made else None,
+                    loss=finite(sums.loss),
+                    grad_norm=finite(norm),
                     learning_rate=config.train.learning_rate * factor,
                     samples_per_second=config.train.global_batch / whole,
-                    tokens_per_second=tokens / whole,
+                    tokens_per_second=sums.tokens / whole,
                     seconds=whole,
                     seconds_data=seconds["data"],
                     seconds_forward=seconds["forward"],
                     seconds_backward=seconds["backward"],
                     seconds_optimizer=seconds["optimizer"],
-                    memory_peak_bytes=memory_peak_bytes(device),
+                    loss_by_sigma=sums.loss_by_sigma,
+                    losses_per_rank=sums.losses_per_rank,
+                    memory_peak_bytes=sums.memory_peak_bytes,
+                    memory_peak_rank=sums.memory_peak_rank,
                     loss_scale=strategy.loss_scale.value,
-                    skipped_updates=strategy.loss_scale.skipped,
+                    skipped_updates=strategy.loss_scale.skipped + guard.skipped,
+                    **flops.read(tokens=sums.tokens, seconds=whole),
                     **communication.read(),
                 )
             )
             if done == begin + 1 and (unused := strategy.without_gradient()):
                 say(f"{len(unused)} trained tensors got no gradient, which counts as zero: {', '.join(unused[:8])}")
             every = config.save.every
-            if done == inputs.steps or stopping or (every and done % every == 0):
+            if done == inputs.steps or sums.stopping or (every and done % every == 0):
                 last, saved = save(done), done
-            if stopping:
+            if sums.stopping:
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break
     observer.run_done(strategy)

@@ -7,11 +7,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from tqdm import tqdm
-
-from flowshard.parallel.sequence import SequenceGroup
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -22,10 +19,10 @@ class StepMetrics:
 
     step: int
     """From 1: updates done."""
-    loss: float
-    """Mean over the global batch, weights included."""
+    loss: float | None
+    """Mean over the global batch, weights included; None if it is no finite number."""
     grad_norm: float | None
-    """Before clipping; None if it overflowed in float16 and the update was left out."""
+    """Before clipping; None if it is no finite number."""
     learning_rate: float
     samples_per_second: float
     tokens_per_second: float
@@ -35,35 +32,34 @@ class StepMetrics:
     seconds_forward: float
     seconds_backward: float
     seconds_optimizer: float
-    """Gradient norm, clipping and update."""
+    """Gradient norm, clipping and update, and waiting for the slowest process."""
+    loss_by_sigma: list[float | None]
+    """Mean of the samples' losses, without weights, for sigma in [0, .25), [.25, .5), [.5, .75), [.75, 1]; None where no
+    sample fell."""
+    losses_per_rank: list[float | None] | None
+    """Mean of `loss` over the samples of each data-parallel rank. None unless `log.per_rank`."""
     memory_peak_bytes: int
-    """Allocated on an accelerator, resident in the process on the CPU; the highest so far."""
+    """Allocated on an accelerator, resident in the process on the CPU; the highest of any process so far, without this
+    step's update."""
+    memory_peak_rank: int
+    """The process with that peak."""
+    flops: float | None
+    """Of forward and backward pass of the global batch, nothing counted twice. None unless `log.flops`."""
+    mfu: float | None
+    """Share of the devices' peak: flops / (seconds * peak * devices). None where the peak is not known."""
     loss_scale: float
     """Of the next step; 1 unless `model.dtype` is float16."""
     skipped_updates: int
-    """Updates left out so far."""
+    """Updates left out so far, because a number was not finite or the gradient too large."""
     seconds_communication: float | None = None
     """Of sequence parallelism, on the main process; part of forward and backward. None unless `log.profile`."""
     bytes_communication: int | None = None
     """Sent by the main process for sequence parallelism. None unless `log.profile`."""
 
 
-class CommunicationMeter:
-    """Splits the traffic of a group into steps."""
-
-    def __init__(self, group: SequenceGroup | None) -> None:
-        """Begin; without a group there is nothing to read."""
-        self._group = group
-        self._before = (0.0, 0)
-
-    def read(self) -> dict[str, Any]:
-        """What `StepMetrics` takes, since the last call."""
-        if self._group is None:
-            return {}
-        now = self._group.traffic.seconds, self._group.traffic.bytes
-        seconds, sent = now[0] - self._before[0], now[1] - self._before[1]
-        self._before = now
-        return {"seconds_communication": seconds, "bytes_communication": sent}
+def finite(number: float) -> float | None:
+    """The number, or None, as JSON has no others."""
+    return number if math.isfinite(number) else None
 
 
 class MetricsLog:
@@ -102,7 +98,8 @@ class MetricsLog:
             f"backward {metrics.seconds_backward:.2f}, optimizer {metrics.seconds_optimizer:.2f})"
         )
         skipped = f", {metrics.skipped_updates} updates left out" if metrics.skipped_updates else ""
-        text = f"loss {metrics.loss:.4f}, learning rate {metrics.learning_rate:.2e}, {split}{skipped}"
+        loss = "no finite number" if metrics.loss is None else f"{metrics.loss:.4f}"
+        text = f"loss {loss}, learning rate {metrics.learning_rate:.2e}, {split}{skipped}"
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()

@@ -1,5 +1,6 @@
 """What the training loop asks of a strategy. The loop does not know which one runs."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -94,15 +95,16 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def step(self, factor: float) -> float:
+    def step(self, factor: float, limit: float = math.inf) -> float:
         """Clip and update, with every group's learning rate scaled by `factor`; gradients are zero afterwards.
 
         Args:
             factor: the schedule's value for this step.
+            limit: largest norm with which the update is made; minus infinity makes none in any case.
 
         Returns:
             The 2-norm of the gradient of the global batch over all trained parameters, before clipping. If it is not
-            finite, nothing was updated.
+            finite or above `limit`, nothing was updated.
         """
 
     @abstractmethod
@@ -121,7 +123,8 @@ class Strategy(ABC):
     def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
         """What the optimizer keeps of each trained parameter, whole, under torch's keys (`exp_avg`, `step`, ...).
 
-        One parameter at a time, in the order of `trained_names`. Collective: every process must take all of them.
+        One parameter at a time, in the order of `trained_names`; nothing before the first update. Collective: every
+        process must take all of them.
         """
 
     @abstractmethod

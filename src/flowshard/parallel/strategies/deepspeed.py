@@ -92,6 +92,8 @@ class DeepSpeed(Strategy):
         self._torch_optimizer: Any = self._optimizer.optimizer
         self._rates = LearningRates(self._optimizer)
         self._ready_to_step = False
+        self._limit = math.inf
+        self._torch_optimizer.step = self._unless_too_large(self._torch_optimizer.step)
 
     def micro_batch(self, *, last: bool) -> Any:
         if self._ready_to_step:  # the engine counts micro-batches by calls of its step, all but the last do nothing
@@ -103,7 +105,20 @@ class DeepSpeed(Strategy):
         self._optimizer.loss_scale = self.loss_scale.value  # the engine applies it and takes it out
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, factor: float) -> float:
+    def _unless_too_large(self, update: Callable[[], object]) -> Callable[[], None]:
+        """The optimizer's update, to be left out by itself: the engine knows the norm only on its way there.
+
+        `_global_grad_norm` is private; `tests/test_deepspeed.py` fails when it changes.
+        """
+
+        def perhaps() -> None:
+            if self._limit == math.inf or float(self._optimizer._global_grad_norm) <= self._limit:
+                update()
+
+        return perhaps
+
+    def step(self, factor: float, limit: float = math.inf) -> float:
+        self._limit = limit
         self._unused = [name for name in self._trained if name not in self._reached]
         self._reached.clear()
         self._rates.scale(factor)
@@ -136,7 +151,7 @@ class DeepSpeed(Strategy):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         _link_optimizer_state(self._optimizer)
-        scalars, shaped = _split(next(iter(self._torch_optimizer.state.values())))
+        scalars, shaped = _split(next(iter(self._torch_optimizer.state.values()), {}))
         for name, parameter in self._trained.items():
             full = {key: safe_get_full_optimizer_state(parameter, key).view(self._shape(parameter)) for key in shaped}
             yield name, {**scalars, **full}

@@ -37,7 +37,7 @@ class PlainStrategy(Strategy):
     def backward(self, loss: torch.Tensor) -> None:
         (loss * self.loss_scale.value).backward()
 
-    def step(self, factor: float) -> float:
+    def step(self, factor: float, limit: float = math.inf) -> float:
         self._fill_gradients()
         gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
         if self.loss_scale.value != 1.0:
@@ -45,7 +45,7 @@ class PlainStrategy(Strategy):
                 gradient.div_(self.loss_scale.value)
         norm = torch.nn.utils.get_total_norm(gradients)
         value = float(self._full(norm))
-        if math.isfinite(value):
+        if math.isfinite(value) and value <= limit:
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self.clip_norm, norm)
             self._rates.scale(factor)
