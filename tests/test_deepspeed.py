@@ -25,6 +25,10 @@ def test_private_names_are_still_there() -> None:
     optimizer = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
     assert callable(optimizer._lazy_init_hp_params_optimizer_state)
     assert "_hp_optimizer_states_linked" in Path(sys.modules[optimizer.__module__].__file__ or "").read_text()
+    for module in ("stage_1_and_2", "stage3"):  # known before the optimizer's own step
+        text = Path(importlib.import_module(f"deepspeed.runtime.zero.{module}").__file__ or "").read_text()
+        step = text[text.index("    def step(self, closure=None)") :]
+        assert step.index("self._global_grad_norm = scaled") < step.index("self._optimizer_step(")
 
 
 @pytest.mark.parametrize(

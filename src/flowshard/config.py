@@ -123,9 +123,15 @@ class TrainConfig(Section):
     """Patterns of modules or parameters. With `lora`: trained in full beside the adapters. With `full`: only these."""
     groups: list[GroupConfig] = []
     """Learning rate and weight decay by pattern; the first group that matches a parameter counts."""
+    ema: Annotated[float, Number, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the trained weights, for example 0.999: each update takes so much of the
+    average and the rest of the new weights. Saved in `ema/` of every checkpoint. Null keeps none."""
     on_nan: Literal["stop", "skip"] = "stop"
     """What to do when loss or gradient norm is no finite number: `stop` saves and ends the run, `skip` leaves the update
     out, and ends the run after 10 in a row."""
+    skip_spikes: Annotated[float, Number, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Leave out updates whose gradient norm is more than so many times the median of the last 100, once there are 10; 10
+    left out in a row end the run. Null leaves out none."""
 
 
 class LoraConfig(Section):

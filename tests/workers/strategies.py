@@ -6,6 +6,7 @@ Prints a line for every check that held.
 """
 
 import copy
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from flowshard.libraries import quiet_libraries
 from flowshard.parallel.layout import resolve_layout
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.strategies import GroupSettings, Strategy, make_strategy
+from flowshard.train.optimizer import optimizer_factory
 from flowshard.weights.files import read_headers
 from flowshard.weights.load import materialise
 from tests import runs
@@ -35,8 +37,14 @@ CASES = {
     "fsdp2 parameters": ["layout.offload_parameters=true"],
 }
 """Strategy, with what it keeps in host memory, to its further options."""
-CHECKS = ("clipped updates", "optimizer state by name", "restored state", "loss scale and overflow")
-SAMPLES, ACCUMULATION, STEPS, CLIP = 6, 2, 4, 0.05
+CHECKS = (
+    "clipped updates",
+    "optimizer state by name",
+    "restored state",
+    "loss scale and overflow",
+    "updates left out",
+)
+SAMPLES, ACCUMULATION, STEPS, CLIP, DECAY = 6, 2, 4, 0.05, 0.75
 Tensors = dict[str, torch.Tensor]
 
 
@@ -92,6 +100,9 @@ class Reference:
             optimizer.zero_grad()
             self.weights.append(_copies(dict(model.named_parameters())))
             self.states.append({name: _copies(optimizer.state[p]) for name, p in named.items()})
+            for name, state in self.states[-1].items():  # the moving average of all weights up to now, as a sum
+                older = sum((1 - DECAY) * DECAY ** (step - k) * self.weights[k + 1][name] for k in range(step + 1))
+                state["ema"] = older + DECAY ** (step + 1) * self.weights[0][name]
 
 
 def _copies(tensors: Tensors) -> Tensors:
@@ -108,12 +119,14 @@ def make(config: Config, processes: Processes, weights: Tensors, folder: Path) -
     strategy.shard(model, units)
     tensors = read_headers(folder)
     materialise(model, tensors, source=folder, units=units, new={}, strategy=strategy)
-    strategy.start(model, chosen, torch.optim.AdamW)
+    strategy.start(model, chosen, optimizer_factory(config))
     processes.wait_for_all("loaded")
     return strategy
 
 
-def update(strategy: Strategy, step: int, rank: int, poison: float = 1.0) -> tuple[float, Tensors]:
+def update(
+    strategy: Strategy, step: int, rank: int, poison: float = 1.0, limit: float = math.inf
+) -> tuple[float, Tensors]:
     """One update with this process's slice of the batch; the gradient norm and the gradients."""
     share = SAMPLES // torch.distributed.get_world_size()
     mine = batch(step)[rank * share : (rank + 1) * share]
@@ -121,7 +134,7 @@ def update(strategy: Strategy, step: int, rank: int, poison: float = 1.0) -> tup
         with strategy.micro_batch(last=number == ACCUMULATION - 1):
             strategy.backward(loss_of(strategy.model, part) * poison / ACCUMULATION)
     gradients = _copies(dict(strategy.gradients()))
-    return strategy.step(1.0), gradients
+    return strategy.step(1.0, limit), gradients
 
 
 def close(found: Tensors, expected: Tensors, bound: float = 1e-6) -> None:
@@ -138,12 +151,14 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
         *CASES[name],
         f"train.global_batch={SAMPLES}",
         f"train.clip_norm={CLIP}",
+        f"train.ema={DECAY}",
     ]
     rank, every = processes.layout.rank, list(reference.weights[0])
     configs = folder / f"rank-{rank}"
     config = runs.config(Path("model"), Path("data"), configs / name, *layout)
 
     strategy = make(config, processes, reference.weights[0], folder)
+    assert not strategy.has_optimizer_state
     for step in range(2):
         norm, gradients = update(strategy, step, rank)
         assert abs(norm - reference.norms[step]) <= 1e-6 * reference.norms[step], (norm, reference.norms[step])
@@ -157,6 +172,8 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     for parameter, expected in reference.states[2].items():
         assert state[parameter].keys() == expected.keys()
         close(state[parameter], expected, 1e-5)
+    average = dict(strategy.optimizer_tensors(["first.weight", "scale"], "ema"))
+    close(average, {parameter: reference.states[2][parameter]["ema"] for parameter in average})
     yield CHECKS[1]
 
     restored = make(config, processes, reference.weights[2], folder)
@@ -166,6 +183,8 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
         norm, _ = update(restored, step, rank)
         assert abs(norm - reference.norms[step]) <= 1e-5 * reference.norms[step], (norm, reference.norms[step])
     close(dict(restored.parameters(every)), reference.weights[4])
+    final = {parameter: state["ema"] for parameter, state in reference.states[4].items()}
+    close(dict(restored.optimizer_tensors(list(final), "ema")), final)
     yield CHECKS[2]
 
     half = runs.config(Path("model"), Path("data"), configs / f"{name}-16", *layout, "model.dtype=float16")
@@ -182,6 +201,18 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     norm, _ = update(scaled, 1, rank)
     close(dict(scaled.parameters(every)), reference.weights[2])
     yield CHECKS[3]
+
+    guarded = make(config, processes, reference.weights[0], folder)
+    for step, limit in ((0, -math.inf), (0, reference.norms[0] / 2), (0, 2 * reference.norms[0]), (1, 0.0)):
+        norm, _ = update(guarded, step, rank, limit=limit)
+        assert abs(norm - reference.norms[step]) <= 1e-5 * reference.norms[step], (norm, reference.norms[step])
+        close(dict(guarded.parameters(every)), reference.weights[int((step, limit) > (0, reference.norms[0]))], 1e-6)
+    update(guarded, 1, rank)
+    close(dict(guarded.parameters(every)), reference.weights[2])
+    state = {parameter: _copies(values) for parameter, values in guarded.optimizer_state()}
+    for parameter, expected in reference.states[2].items():
+        close(state[parameter], expected, 1e-5)
+    yield CHECKS[4]
 
 
 def main(folder: Path) -> None:

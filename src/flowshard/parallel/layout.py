@@ -271,3 +271,8 @@ def _check_optimizer(config: Config, strategy: str) -> None:
             f"train.optimizer: {name} is not known to work element by element, which {strategy} needs; use adamw or "
             "layout.strategy=ddp"
         )
+    if config.train.ema is not None and strategy.startswith("zero") and name.rpartition(".")[2].lower() == "adagrad":
+        raise UserError(
+            f"train.ema: {strategy} makes an Adagrad of its own, which keeps no average; set train.ema=null or use "
+            "layout.strategy=fsdp2"
+        )

@@ -1,7 +1,7 @@
 """What a checkpoint holds to go on from, written and read: masters, optimizer state, and what both belong to.
 
     masters/00001.safetensors      every trained parameter in float32, whole, by its name in the model
-    optimizer/00001.safetensors    what the optimizer keeps of it, as NAME/exp_avg and so on
+    optimizer/00001.safetensors    what the optimizer keeps of it, as NAME/exp_avg and so on; NAME/ema with `train.ema`
     state.json                     step, config, loss scale, digest of the data
     manifest.json                  size and fingerprint of every file; written last
 
@@ -10,7 +10,7 @@ Names and shapes say nothing of the layout, so any layout reads them.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,13 +193,16 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 class StateReader:
     """The tensors of a checkpoint by parameter, read one at a time from mapped files."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, without: Collection[str] = ()) -> None:
+        """Open it; `without` are keys of optimizer state that this run does not keep."""
         self._masters = checkpoint.masters
         self._optimizer: dict[str, dict[str, TensorInfo]] = {}
         # Without the folder no update had been made: there is no state yet.
         if not checkpoint.weights_only and (checkpoint.path / OPTIMIZER).is_dir():
             for name, info in read_headers(checkpoint.path / OPTIMIZER).items():
                 parameter, _, key = name.rpartition("/")
+                if key in without:
+                    continue
                 self._optimizer.setdefault(parameter, {})[key] = info
         self._files: dict[Path, Any] = {}
 

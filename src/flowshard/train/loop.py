@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from flowshard.train.inputs import RunInputs
 from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
 from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
-from flowshard.train.optimizer import optimizer_factory, schedule_factor
+from flowshard.train.optimizer import AVERAGE, averaged, optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
 from flowshard.train.record import environment_record
 from flowshard.train.state import RunFolder
@@ -82,7 +83,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     build = build_on_meta(inputs, sequence, measure=flops.count)
     build.new = observer.new_weights(build.new)
     checkpoint = inputs.checkpoint
-    reader = None if checkpoint is None else StateReader(checkpoint)
+    reader = None if checkpoint is None else StateReader(checkpoint, () if config.train.ema else (AVERAGE,))
     if checkpoint is not None and reader is not None:
         use_masters(build, checkpoint, reader)
         for line in inputs.changes:
@@ -106,7 +107,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
         say(report.table())
     strategy.start(build.model, build.settings, make_optimizer)
-    guard = UpdateGuard(config.train.on_nan)
+    guard = UpdateGuard(config.train)
     begin = 0
     if checkpoint is not None and reader is not None and not checkpoint.weights_only:
         begin = checkpoint.step
@@ -129,10 +130,13 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         return None if checkpoint is None else checkpoint.path
     digest = data_digest(inputs.metadata)
 
-    def write(partial: Path | None) -> Exception | None:
-        failure = writer.write(partial, strategy.parameters)
+    def write(place: Path | None) -> Exception | None:
+        failure = writer.write(place, strategy.parameters)
+        if config.train.ema is not None and strategy.has_optimizer_state:
+            inside = None if failure or place is None else place / AVERAGE
+            failure = writer.write(inside, partial(averaged, strategy)) or failure
         if config.save.resumable:
-            failure = write_training_state(None if failure else partial, strategy) or failure
+            failure = write_training_state(None if failure else place, strategy) or failure
         return failure
 
     def save(step: int, keep: int = config.save.keep) -> Path:
@@ -157,7 +161,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     watch = Stopwatch(device)
     communication = CommunicationMeter(sequence if config.log.profile else None)
     last, saved = None if checkpoint is None else checkpoint.path, begin
-    limit = Deadline(config.save.before)
+    deadline = Deadline(config.save.before)
     with StopRequest() as stop, MetricsLog(folder.metrics, steps=inputs.steps, enabled=processes.is_main) as log:
         for step in range(begin, inputs.steps):
             watch.start()
@@ -174,18 +178,19 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 watch.lap("backward")
                 totals.add(loss, losses, batch, tokens_of(batch, inputs.family))
             if stop.reason is None and processes.is_main:
-                stop.reason = limit.reason or ("a file named stop" if folder.stop_requested else None)
+                stop.reason = deadline.reason or ("a file named stop" if folder.stop_requested else None)
             observer.backward_done(step, strategy)
             sums = totals.sum(stopping=stop.reason is not None)
             factor = schedule_factor(step, steps=inputs.steps, train=config.train)
             # All processes know the loss, so all leave out the update together.
-            sound = math.isfinite(sums.loss)
-            norm = strategy.step(factor, limit=math.inf if sound else -math.inf)
+            limit = guard.limit(sums.loss)
+            norm = strategy.step(factor, limit)
             watch.lap("optimizer")
-            if sound and math.isfinite(norm):
+            overflowed = math.isfinite(sums.loss) and not math.isfinite(norm)
+            if math.isfinite(norm) and norm <= limit:
                 strategy.loss_scale.succeeded()
-                guard.made()
-            elif not (sound and strategy.loss_scale.lower()) and not guard.leave_out():
+                guard.made(norm)
+            elif not (overflowed and strategy.loss_scale.lower()) and not guard.leave_out(sums.loss, norm):
                 # These weights may be spoilt already, so no earlier checkpoint goes for them.
                 kept = save(step, config.save.keep + 1) if step > saved else last
                 places = ", ".join(inputs.metadata.describe(row) for row in batches.rows(step))

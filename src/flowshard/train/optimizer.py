@@ -1,17 +1,21 @@
-"""Parameter groups, the optimizer and the learning-rate schedule."""
+"""Parameter groups, the optimizer, the moving average of the weights and the learning-rate schedule."""
 
 import importlib
 import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from flowshard.config import Config, TrainConfig
 from flowshard.errors import UserError
-from flowshard.parallel.strategies.base import GroupSettings, OptimizerFactory, ParameterGroups
+from flowshard.parallel.strategies.base import GroupSettings, OptimizerFactory, ParameterGroups, Strategy
 from flowshard.patterns import matches
 from flowshard.weights.lora import base_name, export_name
 
+AVERAGE = "ema"
+"""The key of the moving average among what an optimizer keeps of a parameter."""
 _SHORT_NAMES = {"adamw": "torch.optim.AdamW"}
 
 
@@ -69,9 +73,52 @@ def optimizer_factory(config: Config) -> OptimizerFactory:
             optimizer: torch.optim.Optimizer = optimizer_class(groups, **config.train.optimizer_options)
         except (TypeError, ValueError) as error:
             raise UserError(f"train.optimizer_options: {path} refuses them: {error}") from None
+        if config.train.ema is not None:
+            keep_average(optimizer, config.train.ema)
         return optimizer
 
     return make
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Let an optimizer keep an exponential moving average of its parameters, as a part of its state.
+
+    So engines divide it, and checkpoints hold it, like any other state. It begins with the weights before the first
+    update.
+
+    Args:
+        optimizer: whose parameters need not be the model's: engines hand it parts of them, in turn.
+        decay: the part of the average that an update leaves.
+    """
+    before: dict[torch.Tensor, torch.Tensor] = {}
+
+    def members() -> Iterator[torch.Tensor]:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def note(*_: Any) -> None:
+        # Not into the state, as optimizers make theirs where there is none.
+        before.update(
+            (each, each.detach().clone()) for each in members() if AVERAGE not in optimizer.state.get(each, {})
+        )
+
+    def update(*_: Any) -> None:
+        for each in members():
+            state = optimizer.state[each]
+            if AVERAGE not in state:
+                state[AVERAGE] = before.pop(each)
+            state[AVERAGE].lerp_(each.detach(), 1.0 - decay)
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(update)
+
+
+def averaged(strategy: Strategy, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`Strategy.parameters` with the moving averages of those that are trained. Collective."""
+    trained = set(strategy.trained_names())
+    for is_trained, run in groupby(names, trained.__contains__):
+        some = list(run)
+        yield from strategy.optimizer_tensors(some, AVERAGE) if is_trained else strategy.parameters(some)
 
 
 def schedule_factor(step: int, *, steps: int, train: TrainConfig) -> float:

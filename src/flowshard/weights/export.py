@@ -90,7 +90,7 @@ class WeightsWriter:
         return {f"{TRANSFORMER_FOLDER}/{file}": shard for file, shard in zip(files, shards, strict=True)}
 
     def write(self, folder: Path | None, gather: Gather) -> Exception | None:
-        """Write the files into an existing folder. Collective.
+        """Write the files into a folder, which is made if it is not there. Collective.
 
         Args:
             folder: where; None on processes that only help to gather.
@@ -117,8 +117,9 @@ class WeightsWriter:
         empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
         if empty:
             raise RuntimeError(f"refusing to write empty tensors, a sign of divided parameters: {', '.join(empty[:8])}")
-        if file.parent.name == TRANSFORMER_FOLDER and not file.parent.exists():
-            file.parent.mkdir()
+        new = not file.parent.exists()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.parent.name == TRANSFORMER_FOLDER and new:
             self._save_model_config(file.parent)
             if self._index is not None:
                 text = json.dumps(self._index, indent=2, sort_keys=True)

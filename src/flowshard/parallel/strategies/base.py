@@ -119,6 +119,20 @@ class Strategy(ABC):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full gradients of the global batch by name, between the last `backward` and `step`. Collective."""
 
+    @property
+    @abstractmethod
+    def has_optimizer_state(self) -> bool:
+        """Whether an update has been made, or its state restored."""
+
+    @abstractmethod
+    def optimizer_tensors(self, names: Sequence[str], key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """One of the tensors that the optimizer keeps of parameters, by name, whole, one at a time. Collective.
+
+        Args:
+            names: of trained parameters.
+            key: torch's, such as `exp_avg`.
+        """
+
     @abstractmethod
     def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
         """What the optimizer keeps of each trained parameter, whole, under torch's keys (`exp_avg`, `step`, ...).

@@ -147,6 +147,18 @@ class DeepSpeed(Strategy):
         for name, parameter in self._trained.items():
             yield name, safe_get_full_grad(parameter) / self.loss_scale.value
 
+    @property
+    def has_optimizer_state(self) -> bool:
+        return any(self._torch_optimizer.state.values())
+
+    def optimizer_tensors(self, names: Sequence[str], key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        _link_optimizer_state(self._optimizer)
+        for name in names:
+            parameter = self._trained[name]
+            yield name, safe_get_full_optimizer_state(parameter, key).view(self._shape(parameter))
+
     def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 

@@ -73,6 +73,14 @@ class PlainStrategy(Strategy):
             full = torch.zeros(parameter.shape) if gradient is None else self._full(gradient)
             yield name, full / self.loss_scale.value
 
+    @property
+    def has_optimizer_state(self) -> bool:
+        return any(self._optimizer.state.values())
+
+    def optimizer_tensors(self, names: Sequence[str], key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, self._full(self._optimizer.state[self._trained[name]][key])
+
     def optimizer_state(self) -> Iterator[tuple[str, Tensors]]:
         for name, parameter in self._trained.items():
             state = self._optimizer.state[parameter]
