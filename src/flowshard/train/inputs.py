@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowshard.config import Config
+from flowshard.data.held_out import hold_out
 from flowshard.data.media import is_image, picture_size
 from flowshard.data.metadata import Metadata, Row, read_metadata
 from flowshard.errors import UserError
@@ -45,6 +46,9 @@ class RunInputs:
     presets: tuple[LoraFile, ...]
     """LoRAs that are added to the weights."""
     metadata: Metadata
+    """The rows that are trained on."""
+    held_out: Metadata | None
+    """Rows whose loss is found during training."""
     layout: Layout
     shift: float
     """Sigma shift, resolved."""
@@ -85,11 +89,15 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root, family.inputs)
+    metadata, held_out = _held_out(config, family, metadata)
     _check_samples(config, family, metadata)
+    _check_batches(config, family, metadata)
     source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
-    _check_sequence(config, layout, family, variant, metadata, source)
+    for rows in (metadata, held_out):
+        if rows is not None:
+            _check_sequence(config, layout, family, variant, rows, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
         _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
@@ -127,6 +135,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         init_from=init,
         presets=presets,
         metadata=metadata,
+        held_out=held_out,
         layout=layout,
         shift=shift,
         guidance=_guidance(config, family, source),
@@ -194,15 +203,26 @@ def _shortened(
     return kept
 
 
+def _held_out(config: Config, family: Family, metadata: Metadata) -> tuple[Metadata, Metadata | None]:
+    """The rows that are trained on, and those that are held out."""
+    validation, root = config.validation, config.data.root
+    if validation.fraction is not None:
+        return hold_out(metadata, validation.fraction, seed=config.seed, root=root)
+    if validation.metadata is None:
+        return metadata, None
+    held_out = read_metadata(validation.metadata, root, family.inputs, option="validation.metadata")
+    _check_samples(config, family, held_out)
+    return metadata, held_out
+
+
 def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
-    """Refuse samples that the model cannot take, or that cannot be in one batch."""
+    """Refuse samples that the model cannot take."""
     data = config.data
     for row in metadata.rows:
         where = f"{metadata.path}: row {row.number}: "
         if is_image(row.media):
             family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
         family.check_given(row.inputs.keys(), where=where)
-    _check_batches(config, family, metadata)
 
 
 def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
