@@ -245,10 +245,15 @@ class SaveConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Samples during training."""
+    """The loss on samples that are not trained on, and samples during training."""
 
     every: NonNegativeInt = 0
-    """Steps between samples; 0 makes none."""
+    """Steps between validations, which are made before the first step and after the last as well; 0 makes none."""
+    metadata: str | None = None
+    """Samples whose loss is found at each validation: a file as `data.metadata`, whose media paths start from `data.root`
+    too."""
+    fraction: Annotated[float, Number, Field(gt=0, lt=1)] | None = None
+    """Instead of a file, the share of the rows of `data.metadata` that is held out: these are never trained on."""
     prompts: list[str] = []
     """Prompts of the samples."""
     steps: PositiveInt = 20
@@ -304,6 +309,5 @@ class Config(Section):
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "memory.compile": (False,),
-    "validation.every": (0,),
     "log.trackers": ([],),
 }

@@ -248,6 +248,15 @@ def _check_conflicts(config: Config) -> None:
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch}; "
             f"use a micro_batch of {_divisors(train.global_batch)}"
         )
+    validation = config.validation
+    if validation.metadata is not None and validation.fraction is not None:
+        raise UserError("give one of validation.metadata and validation.fraction; set the other to null")
+    held_out = validation.metadata is not None or validation.fraction is not None
+    if validation.every and not held_out and not validation.prompts:
+        raise UserError(
+            f"validation.every: {validation.every}, but there is nothing to validate with; set validation.fraction or "
+            "validation.metadata for the loss on held-out samples, validation.prompts for samples, or validation.every=0"
+        )
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:
             raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")

@@ -1,5 +1,6 @@
 """Samples as the transformer takes them, encoded at every access or read from the cache."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,14 @@ class Encoder:
         self.metadata = metadata
         self.dtype = dtype
         self.device = device
-        self._encoders: Any = None
+        self._encoders: dict[str, Any] = {}
+        """The loaded ones, shared with what `of` returns."""
+
+    def of(self, metadata: Metadata) -> "Encoder":
+        """For rows of another file, with the same encoders in memory."""
+        other = copy.copy(self)
+        other.metadata = metadata
+        return other
 
     def media(self, row: Row) -> dict[str, torch.Tensor]:
         """Latents and other tensors of the row's medium."""
@@ -92,13 +100,14 @@ class Encoder:
 
     def release(self) -> None:
         """Free the encoders."""
-        self._encoders = None
+        self._encoders.clear()
 
     def _load(self) -> Any:
-        if self._encoders is None:
+        if not self._encoders:
             with isolated_rng(self.config.seed, "constructor"):
-                self._encoders = self.family.load_encoders(self.source, dtype=self.dtype, device=self.device)
-        return self._encoders
+                loaded = self.family.load_encoders(self.source, dtype=self.dtype, device=self.device)
+            self._encoders["pipeline"] = loaded
+        return self._encoders["pipeline"]
 
     @staticmethod
     def _checked(tensors: dict[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
@@ -161,7 +170,7 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
     """The dataset of a run; with a cache folder, everything that is not in it yet is encoded now.
 
     Args:
-        encoder: for what has to be encoded.
+        encoder: for what has to be encoded; may be released afterwards if there is a cache.
         cache_folder: where encoded samples are kept; None encodes at every access.
         processes: share the work.
 
@@ -173,5 +182,4 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
         return OnlineDataset(encoder, repeat)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
     cache.fill(encoder.metadata.rows, encoder, processes)
-    encoder.release()
     return CachedDataset(cache, encoder.metadata, repeat)

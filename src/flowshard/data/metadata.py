@@ -47,13 +47,20 @@ class Metadata:
         return f"{self.path}, row {row.number} ({row.media})"
 
 
-def read_metadata(path: str | Path, root: str | Path | None = None, inputs: Sequence[Input] = ()) -> Metadata:
+def read_metadata(
+    path: str | Path,
+    root: str | Path | None = None,
+    inputs: Sequence[Input] = (),
+    *,
+    option: str = "data.metadata",
+) -> Metadata:
     """Read and check a metadata file.
 
     Args:
         path: `.csv`, `.json` (a list of objects) or `.jsonl`, in UTF-8 with or without byte-order mark.
         root: the folder that media paths start from and must stay in; the metadata's own folder if None.
         inputs: what the model gets besides the prompt.
+        option: names the file in messages.
 
     Raises:
         UserError: the file cannot be read, has no samples, lacks a column, or a row names no medium, a medium that does
@@ -63,7 +70,7 @@ def read_metadata(path: str | Path, root: str | Path | None = None, inputs: Sequ
     folder = Path(root) if root is not None else path.parent
     if not folder.is_dir():
         raise UserError(f"data.root: the folder {folder} does not exist")
-    columns, records = _read_records(path)
+    columns, records = _read_records(path, option)
     if not records:
         raise UserError(f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}")
     _check_columns(path, columns, inputs)
@@ -93,17 +100,17 @@ def _media_columns() -> str:
     return " or ".join(repr(column) for column in MEDIA_COLUMNS)
 
 
-def _read_records(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+def _read_records(path: Path, option: str) -> tuple[list[str], list[dict[str, Any]]]:
     readers = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(f"data.metadata: {path} must end in {', '.join(readers)}")
+        raise UserError(f"{option}: {path} must end in {', '.join(readers)}")
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"data.metadata: the file {path} does not exist") from None
+        raise UserError(f"{option}: the file {path} does not exist") from None
     except OSError as error:
-        raise UserError(f"data.metadata: the file {path} cannot be read: {error}") from None
+        raise UserError(f"{option}: the file {path} cannot be read: {error}") from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -93,18 +93,44 @@ class StepBatches:
             noise(self._seed, step=step, position=start + offset, shape=sample.latents.shape)
             for offset, sample in enumerate(samples)
         ]
-        conditions = self._family.batch_conditions([sample.conditions for sample in samples])
-        if self._guidance is not None:
-            conditions["guidance"] = torch.full((len(samples),), self._guidance)
-        return MicroBatch(
-            rows=tuple(sample.row for sample in samples),
-            positions=tuple(range(start, start + len(samples))),
-            latents=torch.stack([sample.latents for sample in samples]),
-            noise=torch.stack(draws),
-            sigma=sigma,
-            weight=weight,
-            conditions=conditions,
+        return assemble(
+            self._family, samples, first=start, noise=draws, sigma=sigma, weight=weight, guidance=self._guidance
         )
+
+
+def assemble(
+    family: Family,
+    samples: Sequence[Sample],
+    *,
+    first: int,
+    noise: Sequence[torch.Tensor],
+    sigma: torch.Tensor,
+    weight: torch.Tensor,
+    guidance: float | None,
+) -> MicroBatch:
+    """Samples that lie next to each other, as a micro-batch.
+
+    Args:
+        family: joins their conditions.
+        samples: of one shape.
+        first: place of the first one.
+        noise: of each.
+        sigma: (batch,)
+        weight: (batch,)
+        guidance: for guidance-distilled models.
+    """
+    conditions = family.batch_conditions([sample.conditions for sample in samples])
+    if guidance is not None:
+        conditions["guidance"] = torch.full((len(samples),), guidance)
+    return MicroBatch(
+        rows=tuple(sample.row for sample in samples),
+        positions=tuple(range(first, first + len(samples))),
+        latents=torch.stack([sample.latents for sample in samples]),
+        noise=torch.stack(list(noise)),
+        sigma=sigma,
+        weight=weight,
+        conditions=conditions,
+    )
 
 
 def stream(batches: StepBatches, steps: range, *, ahead: bool) -> Iterator[MicroBatch]:

@@ -20,6 +20,7 @@ class EncodingInputs:
     source: ModelSource
     """The model's encoders."""
     metadata: Metadata
+    held_out: Metadata | None
     layout: Layout
 
 
@@ -34,10 +35,10 @@ def check_encoding(config: Config) -> EncodingInputs:
         raise UserError("data.cache: 'off' keeps no encoded samples; set data.cache=auto, or to a folder")
     config, family, variant = with_variant(config)
     layout = encoding_layout()
-    metadata = read_samples(config, family)
+    metadata, held_out = read_samples(config, family)
     source = find_encoders(config.model.path, family, variant, option="model.path")
     check_writable(folder, option="data.cache")
-    return EncodingInputs(config, family, source, metadata, layout)
+    return EncodingInputs(config, family, source, metadata, held_out, layout)
 
 
 def encode_samples(inputs: EncodingInputs) -> None:
@@ -58,6 +59,7 @@ def encode_samples(inputs: EncodingInputs) -> None:
         check_dtype(processes.device, config.model.dtype)
         dtype = getattr(torch, config.model.dtype)
         encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
-        open_dataset(encoder, config.cache_folder, processes=processes)
+        for rows in filter(None, (inputs.metadata, inputs.held_out)):
+            open_dataset(encoder.of(rows), config.cache_folder, processes=processes)
 
     run_together(inputs.layout, work, device_name=config.device, timeout_minutes=config.layout.timeout_minutes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowshard.config import Config
+from flowshard.data.held_out import hold_out
 from flowshard.data.media import is_image, picture_size
 from flowshard.data.metadata import Metadata, Row, read_metadata
 from flowshard.errors import UserError
@@ -45,6 +46,9 @@ class RunInputs:
     presets: tuple[LoraFile, ...]
     """LoRAs that are added to the weights."""
     metadata: Metadata
+    """The rows that are trained on."""
+    held_out: Metadata | None
+    """Rows whose loss is found during training."""
     layout: Layout
     shift: float
     """Sigma shift, resolved."""
@@ -79,7 +83,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
-    metadata = read_samples(config, family)
+    metadata, held_out = read_samples(config, family)
     _check_batches(config, family, metadata)
     source = find_source(
         config.model.path,
@@ -91,7 +95,9 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
-    _check_sequence(config, layout, family, variant, metadata, source)
+    for rows in (metadata, held_out):
+        if rows is not None:
+            _check_sequence(config, layout, family, variant, rows, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
         _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
@@ -129,6 +135,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         init_from=init,
         presets=presets,
         metadata=metadata,
+        held_out=held_out,
         layout=layout,
         shift=shift,
         guidance=_guidance(config, family, source),
@@ -209,21 +216,33 @@ def _shortened(
     return kept
 
 
-def read_samples(config: Config, family: Family) -> Metadata:
-    """The samples of a run, each of which the model takes at the size of the run.
+def read_samples(config: Config, family: Family) -> tuple[Metadata, Metadata | None]:
+    """The samples that are trained on and those that are held out; the model takes each at the size of the run.
 
     Raises:
         UserError: naming the option, or file and row.
     """
-    data = config.data
+    data, validation = config.data, config.validation
     family.check_size(data.height, data.width, data.frames, where="data.")
     metadata = read_metadata(data.metadata, data.root, family.inputs)
+    held_out = None
+    if validation.fraction is not None:
+        metadata, held_out = hold_out(metadata, validation.fraction, seed=config.seed, root=data.root)
+    elif validation.metadata is not None:
+        held_out = read_metadata(validation.metadata, data.root, family.inputs, option="validation.metadata")
+    for rows in filter(None, (metadata, held_out)):
+        _check_samples(config, family, rows)
+    return metadata, held_out
+
+
+def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
+    """Refuse samples that the model cannot take."""
+    data = config.data
     for row in metadata.rows:
         where = f"{metadata.path}: row {row.number}: "
         if is_image(row.media):
             family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
         family.check_given(row.inputs.keys(), where=where)
-    return metadata
 
 
 def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:

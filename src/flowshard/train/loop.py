@@ -19,6 +19,7 @@ from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
+from flowshard.train.heldout import HeldOut
 from flowshard.train.inputs import RunInputs
 from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
 from flowshard.train.metrics import MetricsLog, StepMetrics, finite
@@ -70,6 +71,13 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
+    losses_of = sample_loss_function(inputs.family, dtype=dtype, device=device)
+    held_out = None
+    if inputs.held_out is not None:
+        rows = open_dataset(encoder.of(inputs.held_out), config.cache_folder, processes=processes)
+        held_out = HeldOut(rows, inputs, levels, losses_of, processes)
+    if config.cache_folder is not None:
+        encoder.release()
     batches = StepBatches(dataset, inputs.family, config, layout, levels, guidance=inputs.guidance)
 
     sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
@@ -89,7 +97,6 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         for line in inputs.changes:
             say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    losses_of = sample_loss_function(inputs.family, dtype=dtype, device=device)
     memory = estimate_memory(
         build.model,
         loss_of,
@@ -162,7 +169,13 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     communication = CommunicationMeter(sequence if config.log.profile else None)
     last, saved = None if checkpoint is None else checkpoint.path, begin
     deadline = Deadline(config.save.before)
-    with StopRequest() as stop, MetricsLog(folder.metrics, steps=inputs.steps, enabled=processes.is_main) as log:
+    with (
+        StopRequest() as stop,
+        MetricsLog(folder.metrics, folder.validation, steps=inputs.steps, enabled=processes.is_main) as log,
+    ):
+        # A run that was stopped may have saved this step without validating it.
+        if held_out is not None and held_out.due(begin) and not processes.on_main(lambda: folder.is_validated(begin)):
+            log.write_held_out(held_out.evaluate(begin, strategy.model))
         for step in range(begin, inputs.steps):
             watch.start()
             totals = StepTotals(processes, per_rank=config.log.per_rank)
@@ -228,6 +241,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             )
             if done == begin + 1 and (unused := strategy.without_gradient()):
                 say(f"{len(unused)} trained tensors got no gradient, which counts as zero: {', '.join(unused[:8])}")
+            if held_out is not None and held_out.due(done) and not sums.stopping:
+                log.write_held_out(held_out.evaluate(done, strategy.model))
             every = config.save.every
             if done == inputs.steps or sums.stopping or (every and done % every == 0):
                 last, saved = save(done), done

@@ -57,6 +57,18 @@ class StepMetrics:
     """Sent by the main process for sequence parallelism. None unless `log.profile`."""
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """A line of `validation.jsonl`."""
+
+    step: int
+    """Updates done."""
+    loss: float | None
+    """Mean over the held-out samples and their noise levels, weights included; None if it is no finite number."""
+    loss_by_sigma: list[float | None]
+    """As in `StepMetrics`."""
+
+
 def finite(number: float) -> float | None:
     """The number, or None, as JSON has no others."""
     return number if math.isfinite(number) else None
@@ -65,15 +77,17 @@ def finite(number: float) -> float | None:
 class MetricsLog:
     """Writes each step where it belongs."""
 
-    def __init__(self, file: Path, *, steps: int, enabled: bool) -> None:
+    def __init__(self, file: Path, validation: Path, *, steps: int, enabled: bool) -> None:
         """Open the file.
 
         Args:
             file: `metrics.jsonl`.
+            validation: `validation.jsonl`, which is there only once there is a line.
             steps: of the run.
             enabled: False on all processes but the main one, which alone writes.
         """
         self._file = file.open("a", encoding="utf-8", buffering=1) if enabled else None
+        self._validation = validation
         self._steps = steps
         self._bar = tqdm(total=steps, unit="step", disable=None if enabled else True, dynamic_ncols=True)
         self._last_line = -math.inf
@@ -107,3 +121,13 @@ class MetricsLog:
             sys.stdout.write(f"step {metrics.step}/{self._steps}: {text}\n")
             sys.stdout.flush()
             self._last_line = time.monotonic()
+
+    def write_held_out(self, loss: HeldOutLoss) -> None:
+        """Record one validation."""
+        if self._file is None:
+            return
+        with self._validation.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(loss)) + "\n")
+        shown = "no finite number" if loss.loss is None else f"{loss.loss:.4f}"
+        tqdm.write(f"step {loss.step}/{self._steps}: held-out loss {shown}", file=sys.stdout)
+        sys.stdout.flush()

@@ -42,7 +42,11 @@ def describe_plan(
         ("layout", f"{layout.text}: {layout.reason}"),
         ("method", method),
         ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),
-        ("data", f"{len(inputs.metadata.rows)} rows, {inputs.samples} samples an epoch"),
+        (
+            "data",
+            f"{len(inputs.metadata.rows)} rows, {inputs.samples} samples an epoch"
+            + ("" if inputs.held_out is None else f"; {len(inputs.held_out.rows)} rows held out"),
+        ),
         ("sample", f"latents {tuple(latents)}, {tokens:,} tokens"),
         (
             "step",

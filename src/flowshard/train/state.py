@@ -13,7 +13,7 @@ from flowshard.parallel.processes import Processes
 from flowshard.train.checkpoint import STATE, write_manifest
 from flowshard.weights.files import apply_umask, atomic_file, sync
 
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "samples", "report.html")
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "samples", "report.html")
 _PARTIAL = ".partial"
 _STOP = "stop"
 """A file of this name in the run's folder asks the run to save and stop."""
@@ -25,6 +25,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self.validation = path / "validation.jsonl"
         self._checkpoints = path / "checkpoints"
 
     def prepare(self, config_text: str, *, resumed: Path | None, step: int) -> str | None:
@@ -33,7 +34,7 @@ class RunFolder:
         Args:
             config_text: of the run.
             resumed: checkpoint that the run goes on from, here or elsewhere.
-            step: updates that were done by then; later lines of the metrics are dropped.
+            step: updates that were done by then; later lines of metrics and validation are dropped.
 
         Returns:
             A line for the user if an earlier run was moved.
@@ -43,7 +44,8 @@ class RunFolder:
         goes_on = resumed is not None and resumed.absolute().parent == self._checkpoints.absolute()
         moved = None
         if goes_on and step:
-            self._drop_metrics_after(step)
+            for file in (self.metrics, self.validation):
+                _drop_lines_after(step, file)
         else:
             moved = self._set_aside()
         with atomic_file(self.path / "config.yaml") as temporary:
@@ -55,14 +57,12 @@ class RunFolder:
         """Whether the user has put a file `stop` there."""
         return (self.path / _STOP).exists()
 
-    def _drop_metrics_after(self, step: int) -> None:
-        """Updates that were made after the checkpoint are made again."""
-        if not self.metrics.is_file():
-            return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        with atomic_file(self.metrics) as temporary:
-            temporary.write_text("".join(kept), encoding="utf-8")
+    def is_validated(self, step: int) -> bool:
+        """Whether the held-out loss after that many updates is there."""
+        if not self.validation.is_file():
+            return False
+        lines = self.validation.read_text(encoding="utf-8").splitlines()
+        return any(json.loads(line)["step"] == step for line in lines)
 
     def _set_aside(self) -> str | None:
         earlier = [self.path / name for name in _RUN_FILES if (self.path / name).exists()]
@@ -149,3 +149,13 @@ class RunFolder:
     def newest_checkpoint(self) -> Path | None:
         """The last complete checkpoint, if there is one."""
         return next(reversed(self.checkpoints()), None)
+
+
+def _drop_lines_after(step: int, file: Path) -> None:
+    """Updates that were made after the checkpoint are made again."""
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    with atomic_file(file) as temporary:
+        temporary.write_text("".join(kept), encoding="utf-8")
