@@ -49,7 +49,7 @@ def test_a_cell_names_one_file_or_several(data: Path, cell: Any, names: list[str
     row = read_metadata(file, inputs=[EDIT]).rows[0]
     assert row.inputs == {"edit_image": tuple(data / name for name in names)}
     assert row.files == (data / "clip.mp4", *row.inputs["edit_image"])
-    assert read_metadata(file).unused_columns == ("edit_image",)
+    assert read_metadata(file).notes == (f"{file}: unused columns: edit_image",)
 
 
 def test_a_list_in_a_csv_cell_is_json(data: Path) -> None:

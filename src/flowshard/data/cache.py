@@ -8,15 +8,19 @@ size and modification time only spare hashing a file again.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from flowshard.config import Config
+from flowshard.data.captions import captions_of
 from flowshard.data.metadata import Row
+from flowshard.data.samples import cut_of
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
@@ -35,6 +39,7 @@ class EncodedCache:
     def __init__(self, folder: Path, config: Config, family: Family, source: ModelSource, dtype: torch.dtype) -> None:
         self._folder = folder
         common = {"variant": config.model.variant, "encoding": family.encoding_version}
+        self._config, self._family = config, family
         size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
         self._media_basis = {
             **common,
@@ -56,7 +61,7 @@ class EncodedCache:
         rows: Sequence[Row],
         *,
         encode_media: Callable[[Row], Tensors],
-        encode_text: Callable[[Row], Tensors],
+        encode_text: Callable[[Row, str], Tensors],
         processes: Processes,
     ) -> None:
         """Encode what is missing for these rows; nothing that is there is touched.
@@ -70,10 +75,11 @@ class EncodedCache:
                 raise UserError(
                     f"data.cache: cannot write to {self._folder} ({error.strerror}); give another folder or use data.cache=off"
                 ) from None
-        entries: dict[Path, tuple[Row, Callable[[Row], Tensors]]] = {}
+        entries: dict[Path, tuple[Row, Callable[[], Tensors]]] = {}
         for row in rows:
-            entries.setdefault(self._media_file(row), (row, encode_media))
-            entries.setdefault(self._text_file(row), (row, encode_text))
+            entries.setdefault(self._media_file(row), (row, partial(encode_media, row)))
+            for caption in captions_of(row, dropout=self._config.data.caption_dropout):
+                entries.setdefault(self._text_file(row, caption), (row, partial(encode_text, row, caption)))
         if processes.is_main:
             self._hashes.save()
         work = [(file, *task) for file, task in entries.items() if not file.is_file()]
@@ -83,9 +89,9 @@ class EncodedCache:
             return
         processes.say(f"cache {self._folder}: encoding {len(work)} of {len(entries)} entries")
         own = work[processes.layout.rank :: processes.layout.world]
-        for file, row, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
+        for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
             with atomic_file(file) as temporary:
-                save_file(encode(row), temporary)
+                save_file(encode(), temporary)
         processes.wait_for_all("cache filled")
         unseen = [row for file, (row, _) in entries.items() if not file.is_file()]
         if unseen:
@@ -98,22 +104,30 @@ class EncodedCache:
         """The tensors of the row's medium, `latents` among them."""
         return load_file(self._media_file(row))
 
-    def read_text(self, row: Row) -> Tensors:
-        """The tensors of the row's prompt."""
-        return load_file(self._text_file(row))
+    def latents_shape(self, row: Row) -> list[int]:
+        """The shape of the latents of the row's medium, which are not read."""
+        with safe_open(self._media_file(row), framework="pt") as file:
+            shape: list[int] = file.get_slice("latents").get_shape()
+        return shape
+
+    def read_text(self, row: Row, caption: str) -> Tensors:
+        """The tensors of a caption of the row."""
+        return load_file(self._text_file(row, caption))
 
     def _media_file(self, row: Row) -> Path:
-        key = ("media", (row.media, *row.inputs.items()))
+        key = ("media", (row.media, row.start, row.end, *row.inputs.items()))
         if key not in self._files:
-            own = {"sha256": self._hashes.of(row.media), **self._hashed(row, list(row.inputs))}
-            self._files[key] = self._entry("media", {**self._media_basis, **own})
+            hashes = [self._hashes.of(file) for file in row.medium]
+            own = {"sha256": hashes if row.pictures else hashes[0], **self._hashed(row, list(row.inputs))}
+            cut = cut_of(row, self._config.data, self._family, seed=self._config.seed).key()
+            self._files[key] = self._entry("media", {**self._media_basis, **own, **({"cut": cut} if cut else {})})
         return self._files[key]
 
-    def _text_file(self, row: Row) -> Path:
+    def _text_file(self, row: Row, caption: str) -> Path:
         columns = [column for column in self._text_inputs if column in row.inputs]
-        key = ("text", (row.prompt, *((column, row.inputs[column]) for column in columns)))
+        key = ("text", (caption, *((column, row.inputs[column]) for column in columns)))
         if key not in self._files:
-            own = {"prompt": row.prompt, **self._hashed(row, columns)}
+            own = {"prompt": caption, **self._hashed(row, columns)}
             self._files[key] = self._entry("text", {**self._text_basis, **own})
         return self._files[key]
 
