@@ -71,9 +71,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         UserError: the message names option, file or row, the value, and the fix.
     """
     recognised = config.model.variant is None
-    if recognised:
-        name = recognise_variant(config.model.path, option="model.path", variant_option="model.variant")
-        config = config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
+    config = with_variant(config)
     assert config.model.variant is not None  # noqa: S101
     family, variant = find_variant(config.model.variant, option="model.variant")
     config = _with_expert(config, variant)
@@ -136,6 +134,18 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         checkpoint=checkpoint,
         changes=changes,
     )
+
+
+def with_variant(config: Config) -> Config:
+    """The config with the variant, recognised by the model's files if it is not given.
+
+    Raises:
+        UserError: it cannot be told.
+    """
+    if config.model.variant is not None:
+        return config
+    name = recognise_variant(config.model.path, option="model.path", variant_option="model.variant")
+    return config.model_copy(update={"model": config.model.model_copy(update={"variant": name})})
 
 
 def _with_expert(config: Config, variant: Variant) -> Config:
