@@ -199,10 +199,10 @@ def test_frames_are_written_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(33, 57), (1, 1), (17, 300)])
 def test_clip_of_an_odd_size_is_read(tmp_path: Path, height: int, width: int) -> None:
-    file = tmp_path / "x.mkv"
+    file = tmp_path / "x.mov"
     with av.open(str(file), "w") as container:
-        stream = container.add_stream("ffv1", rate=8)
-        stream.height, stream.width, stream.pix_fmt = height, width, "gbrp"
+        stream = container.add_stream("png", rate=8)
+        stream.height, stream.width, stream.pix_fmt = height, width, "rgb24"
         pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

@@ -249,10 +249,12 @@ def _first(clip: Clip, frames: int, cut: Cut, convert: Callable[[Image.Image], T
     found: list[T] = []
     if cut.fps is None:
         for seconds, frame in clip.frames_from(cut.start):
-            if seconds >= end - _CLOSE or len(found) == frames:
+            if seconds >= end - _CLOSE:
                 break
             if seconds >= cut.start - _CLOSE:
                 found.append(convert(_upright(frame)))
+            if len(found) == frames:
+                break
         return found
     shown: VideoFrame | None = None
     over = 0.0

@@ -143,6 +143,7 @@ def data_digest(metadata: Metadata) -> str:
             row.prompt if len(row.prompts) == 1 else row.prompts,
             {column: [file.name for file in files] for column, files in row.inputs.items()},
             *([row.start, row.end] if row.start or row.end else []),
+            *(picture.name for picture in row.pictures),
         ]
         for row in metadata.rows
     ]
