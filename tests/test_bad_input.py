@@ -38,7 +38,7 @@ def workspace(tiny: Path, clips: Path, tmp_path_factory: pytest.TempPathFactory)
     for name, text in {
         "metadata": "video,prompt\nclip.mp4,x\n",
         "missing-medium": "video,prompt\nclip.mp4,x\nno.mp4,y\n",
-        "missing-column": "video,text\nclip.mp4,x\n",
+        "missing-column": "video,words\nclip.mp4,x\n",
         "no-samples": "video,prompt\n",
         "unbalanced": 'video,prompt\nclip.mp4,"x\n',
         "outside": "video,prompt\n../model/model_index.json,x\n",
@@ -102,7 +102,7 @@ CASES = [
     _train(
         "no-column",
         "data.metadata={}/data/missing-column.csv",
-        parts=("{}/data/missing-column.csv: the column 'prompt' is missing; found 'video', 'text'",),
+        parts=("{}/data/missing-column.csv: the column 'prompt' is missing; found 'video', 'words'",),
     ),
     _train("no-samples", "data.metadata={}/data/no-samples.csv", parts=("no-samples.csv: holds no samples",)),
     _train("quotes", "data.metadata={}/data/unbalanced.csv", parts=("unbalanced.csv: ", "line 2", "quotes")),

@@ -197,6 +197,20 @@ def test_frames_are_written_in_order(tmp_path: Path) -> None:
     assert np.abs(_decode(tmp_path / "x.mp4").mean(axis=(1, 2, 3)) - greys).max() < 4
 
 
+@pytest.mark.parametrize(("height", "width"), [(33, 57), (1, 1), (17, 300)])
+def test_clip_of_an_odd_size_is_read(tmp_path: Path, height: int, width: int) -> None:
+    file = tmp_path / "x.mov"
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("png", rate=8)
+        stream.height, stream.width, stream.pix_fmt = height, width, "rgb24"
+        pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
+        for picture in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    # Lossless, so each frame is the picture that was written.
+    assert np.array_equal(read_frames(file, height=height, width=width, frames=3, where=WHERE), pixels)
+
+
 def test_format_is_mp4_whatever_the_name(tmp_path: Path) -> None:
     write_video(tmp_path / ".x.mp4.1.partial", _moving(2, 32, 32), fps=8)
     with av.open(str(tmp_path / ".x.mp4.1.partial")) as container:

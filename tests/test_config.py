@@ -208,7 +208,7 @@ def test_all_wrong_options_are_named_at_once(load: Loader) -> None:
     assert sorted(line.partition(":")[0] for line in lines) == ["data.height", "sead", "train.steps"]
 
 
-@pytest.mark.parametrize("name", ["output", "model.path", "data.metadata", "data.height", "data.width"])
+@pytest.mark.parametrize("name", ["output", "model.path", "data.height", "data.width"])
 def test_missing_option_is_named_with_what_it_means(load: Loader, name: str) -> None:
     tree = copy.deepcopy(BASE)
     section, _, leaf = name.rpartition(".")

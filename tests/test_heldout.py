@@ -30,8 +30,11 @@ SHIFT = 3.0
 
 
 def _rows(names: Sequence[str]) -> Metadata:
-    rows = [Row(number, Path("/data") / name, f"prompt {number}") for number, name in enumerate(names, start=1)]
-    return Metadata(Path("/data/metadata.csv"), tuple(rows), ())
+    file = Path("/data/metadata.csv")
+    rows = [
+        Row(number, file, Path("/data") / name, (f"prompt {number}",)) for number, name in enumerate(names, start=1)
+    ]
+    return Metadata(str(file), tuple(rows), (), range(len(rows)))
 
 
 def _media(metadata: Metadata) -> set[str]:
@@ -43,6 +46,7 @@ def test_a_row_stays_on_its_side_whatever_the_other_rows_are() -> None:
     training, held_out = hold_out(_rows(names), 0.1, seed=0, root=None)
     assert _media(training).isdisjoint(_media(held_out))
     assert len(training.rows) + len(held_out.rows) == 1000
+    assert list(training.epoch) == [*range(len(training.rows))]
     assert 70 <= len(held_out.rows) <= 130
     fewer, fewer_out = hold_out(_rows(names[::-1][:500]), 0.1, seed=0, root=None)
     assert _media(fewer_out) == _media(held_out) & {f"/data/{name}" for name in names[500:]}

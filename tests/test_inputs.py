@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowshard.data.clips import Cut
 from flowshard.data.media import read_frames, read_inputs
 from flowshard.data.metadata import read_metadata
 from flowshard.errors import UserError
@@ -49,7 +50,7 @@ def test_a_cell_names_one_file_or_several(data: Path, cell: Any, names: list[str
     row = read_metadata(file, inputs=[EDIT]).rows[0]
     assert row.inputs == {"edit_image": tuple(data / name for name in names)}
     assert row.files == (data / "clip.mp4", *row.inputs["edit_image"])
-    assert read_metadata(file).unused_columns == ("edit_image",)
+    assert read_metadata(file).notes == (f"{file}: unused columns: edit_image",)
 
 
 def test_a_list_in_a_csv_cell_is_json(data: Path) -> None:
@@ -103,3 +104,14 @@ def test_a_broken_file_is_named_with_its_column(data: Path) -> None:
     (data / "a.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"row 1, edit_image: .*a.png cannot be decoded"):
         read_inputs([EDIT], {"edit_image": (data / "a.png",)}, own=None, **SIZE)
+
+
+def test_clips_of_inputs_are_cut_like_the_sample(data: Path) -> None:
+    cut = Cut(sampling="even", start=0.2)
+    own = read_frames(data / "clip.mp4", **SIZE, cut=cut)
+    found = read_inputs([CONTROL], {"control_video": (data / "clip.mp4",)}, own=own, **SIZE, cut=cut)
+    assert np.array_equal(found["control_video"], own)
+    assert not np.array_equal(own, read_frames(data / "clip.mp4", **SIZE))
+    # As many as the sample has: a picture takes one.
+    found = read_inputs([CONTROL], {"control_video": (data / "clip.mp4",)}, own=own[:1], **SIZE)
+    assert len(found["control_video"]) == 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flowshard.data.metadata import Metadata, read_metadata
+from flowshard.data.problems import DataError
 from flowshard.errors import UserError
 
 FORMATS = ["csv", "json", "jsonl"]
@@ -90,7 +91,7 @@ def test_formats_give_equal_samples(folder: Path, suffix: str) -> None:
     ]
     metadata = _read(folder, f"m.{suffix.upper()}", _text(suffix, records))
     assert _samples(metadata) == [(1, "a.mp4", "first"), (2, "c.png", "second"), (3, "a.mp4", "the same clip again")]
-    assert metadata.unused_columns == ("note",)
+    assert metadata.notes == (f"{metadata.label}: unused columns: note",)
     assert metadata.rows[0].media == folder / "a.mp4"
 
 
@@ -163,8 +164,10 @@ def test_locale_does_not_matter(folder: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("video,text\na.mp4,x\n", "the column 'prompt' is missing; found 'video', 'text'"),
-        ("video_path,prompt\na.mp4,x\n", "a column 'video' or 'image' is missing; found 'video_path', 'prompt'"),
+        ("video,words\na.mp4,x\n", "the column 'prompt' is missing; found 'video', 'words'"),
+        ("clip,prompt\na.mp4,x\n", "a column 'video' or 'image' is missing; found 'clip', 'prompt'"),
+        ("video,caption,text\na.mp4,x,y\n", "the columns 'text' and 'caption' both mean 'prompt'; remove one"),
+        ("video,file_name,prompt\na.mp4,a.mp4,x\n", "row 1: names several media"),
         ("video;prompt\na.mp4;x\n", "the column 'prompt' is missing; found 'video;prompt'"),
         ("video,prompt,video\na.mp4,x,b.mp4\n", "the column 'video' is there twice"),
         ("video,prompt\n", "holds no samples"),
@@ -209,15 +212,16 @@ def test_unbalanced_quote_is_refused_at_the_row_that_opens_it(folder: Path, cont
         ("m.json", '[{"video": "a.mp4"}]', "the column 'prompt' is missing; found 'video'"),
         ("m.json", '[{"video": "a.mp4", "prompt": "x"}, {"video": "b.mp4"}]', "row 2: has no 'prompt'"),
         ("m.json", '[{"video": "a.mp4", "prompt": null}]', "row 1: has no 'prompt'"),
-        ("m.json", '[{"video": "a.mp4", "prompt": 3}]', "row 1: 'prompt' must be text, not 3"),
-        ("m.json", '[{"video": "a.mp4", "prompt": ["x"]}]', "row 1: 'prompt' must be text, not ['x']"),
+        ("m.json", '[{"video": "a.mp4", "prompt": 3}]', "row 1: 'prompt' must be text or a list of texts, not 3"),
+        ("m.json", '[{"video": "a.mp4", "prompt": []}]', "row 1: 'prompt' must be text or a list of texts, not []"),
+        ("m.json", '[{"video": "a.mp4", "prompt": ["x", 3]}]', "row 1: 'prompt' must be text or a list of texts"),
         ("m.json", '[{"video": 1, "prompt": "x"}]', "row 1: 'video' must be text, not 1"),
         ("m.jsonl", "", "holds no samples"),
         ("m.jsonl", "\n\n", "holds no samples"),
         ("m.jsonl", '{"video": "a.mp4", "prompt": "x"}\n\n{"video": "b.mp4", \n', "line 3, column "),
         ("m.jsonl", '{"video": "a.mp4", "prompt": "x"}\n{"video": "a.mp4"} {}\n', "line 2, column 20: "),
         ("m.jsonl", '{"video": "a.mp4", "prompt": "x"}\n\n5\n', "line 3 is not an object"),
-        ("m.jsonl", '{"video": "a.mp4", "prompt": 3}\n', "row 1: 'prompt' must be text, not 3"),
+        ("m.jsonl", '{"video": "a.mp4", "prompt": 3}\n', "row 1: 'prompt' must be text or a list of texts, not 3"),
     ],
 )
 def test_json_that_does_not_fit_is_refused_with_the_place(folder: Path, name: str, content: str, message: str) -> None:
@@ -358,8 +362,174 @@ def test_row_is_described_by_file_number_and_medium(folder: Path) -> None:
 
 def test_metadata_that_cannot_be_opened_is_refused_by_option(folder: Path) -> None:
     (folder / "folder.csv").mkdir()
-    for path, reason in (("no.csv", "does not exist"), ("folder.csv", "cannot be read"), ("a.mp4", "must end in .csv")):
-        with pytest.raises(UserError, match=rf"^data\.metadata: .*{re.escape(path)}.* {reason}"):
+    for path, reason in (
+        ("no.csv", "does not exist"),
+        ("folder.csv", "holds no clip or picture"),
+        ("a.mp4", "must end in .csv"),
+    ):
+        with pytest.raises(UserError, match=rf"^data\.metadata: .*{re.escape(path)} {reason}"):
             read_metadata(folder / path)
     with pytest.raises(UserError, match=r"^data\.root: the folder .*nowhere does not exist"):
         _read(folder, "m.csv", "video,prompt\na.mp4,x\n", root=folder / "nowhere")
+
+
+def _folder_of_media(folder: Path, captions: dict[str, str | bytes | None]) -> Path:
+    """A folder of media, each with the content of its caption file, if it has one."""
+    place = folder / "media"
+    for name, caption in captions.items():
+        file = place / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x")
+        if caption is not None:
+            file.with_suffix(".txt").write_bytes(caption if isinstance(caption, bytes) else caption.encode())
+    return place
+
+
+def test_folder_of_media_is_read_with_the_captions_beside_them_in_natural_order(folder: Path) -> None:
+    captions: dict[str, str | bytes | None] = {
+        "clip10.mp4": "ten\n",
+        "clip2.mp4": "\ufefftwo, 兔\r\n",
+        "Clip1.MOV": " one\nand a line ",
+        "sub/a.png": "",
+        ".hidden.mp4": None,
+        "notes.md": None,
+        "readme.pdf": None,
+    }
+    place = _folder_of_media(folder, captions)
+    metadata = read_metadata(place)
+    samples = [(row.number, str(row.media.relative_to(place)), row.prompt) for row in metadata.rows]
+    expected = ["Clip1.MOV", "clip2.mp4", "clip10.mp4", "sub/a.png"]
+    assert samples == [
+        (number, name, text)
+        for number, (name, text) in enumerate(
+            zip(expected, ["one\nand a line", "two, 兔", "ten", ""], strict=True), start=1
+        )
+    ]
+    # A stray text is no caption of anything.
+    (place / "license.txt").write_text("x")
+    assert read_metadata(place).notes == (f"{place}: 3 files that are neither media nor captions are ignored",)
+
+
+def test_folder_without_captions_or_media_is_refused_with_the_files(folder: Path) -> None:
+    place = _folder_of_media(folder, {f"{number}.mp4": "x" if number < 2 else None for number in range(9)})
+    with pytest.raises(UserError) as error:
+        read_metadata(place)
+    head, *files = str(error.value).splitlines()
+    assert head == f"{place}: 7 media have no caption file beside them; add a .txt for each"
+    assert files == [*(f"  {place / f'{number}.mp4'}" for number in range(2, 7)), "  and 2 more"]
+    (place / "metadata.csv").write_text("video,prompt\n0.mp4,x\n")
+    with pytest.raises(UserError, match=re.escape(f"set data.metadata={place / 'metadata.csv'}")):
+        read_metadata(place)
+    shared = _folder_of_media(folder / "shared", {"a.png": "x", "a.mp4": "x"})
+    with pytest.raises(UserError, match=r"2 media share a \.txt with another medium"):
+        read_metadata(shared)
+    bad = _folder_of_media(folder / "bad", {"a.png": b"a rabbit\x92s ear"})
+    with pytest.raises(UserError, match=re.escape(f"{bad / 'a.txt'}: line 1, byte 9 (0x92) is not UTF-8")):
+        read_metadata(bad)
+    with pytest.raises(UserError, match=r"data\.root: .* set data\.root=null"):
+        read_metadata(place, folder)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize(
+    ("columns", "notes"),
+    [
+        (("video_path", "caption"), ("'video_path' is read as 'video'", "'caption' is read as 'prompt'")),
+        (("file_name", "text"), ("'file_name' is read as 'media'", "'text' is read as 'prompt'")),
+        (("file_path", "text"), ("'file_path' is read as 'media'", "'text' is read as 'prompt'")),
+        (("image_path", "prompt"), ("'image_path' is read as 'image'",)),
+        (("media", "prompt"), ()),
+    ],
+)
+def test_columns_of_other_trainers_are_read_and_said(
+    folder: Path, suffix: str, columns: tuple[str, str], notes: tuple[str, ...]
+) -> None:
+    records = [dict(zip(columns, values, strict=True)) for values in (("a.mp4", "x"), ("c.png", "y"))]
+    metadata = _read(folder, f"m.{suffix}", _text(suffix, records))
+    assert _samples(metadata) == [(1, "a.mp4", "x"), (2, "c.png", "y")]
+    assert metadata.notes == tuple(f"{folder / f'm.{suffix}'}: column {note}" for note in notes)
+
+
+def test_several_captions_of_a_row_are_kept_in_json_and_jsonl_only(folder: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"video": "a.mp4", "prompt": ["x", "", "y"]},
+        {"video": "b.mp4", "prompt": '["x", "y"]'},
+    ]
+    for suffix in ("json", "jsonl"):
+        rows = _read(folder, f"m.{suffix}", _text(suffix, records)).rows
+        assert [row.prompts for row in rows] == [("x", "", "y"), ('["x", "y"]',)]
+    rows = _read(folder, "m.csv", 'video,prompt\na.mp4,"[""x"", ""y""]"\n').rows
+    assert rows[0].prompts == ('["x", "y"]',)
+
+
+def test_prefix_begins_every_caption(folder: Path) -> None:
+    (folder / "m.json").write_text(json.dumps([{"video": "a.mp4", "prompt": ["x", ""]}]))
+    assert read_metadata(folder / "m.json", prefix="sks, ").rows[0].prompts == ("sks, x", "sks, ")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_start_and_end_are_seconds(folder: Path, suffix: str) -> None:
+    cells = [(1.5, 3), ("", 2.25), (None, None), ("0", "")]
+    records = [{"video": "a.mp4", "prompt": "x", "start": start, "end": end} for start, end in cells]
+    rows = _read(folder, f"m.{suffix}", _text(suffix, records)).rows
+    assert [(row.start, row.end) for row in rows] == [(1.5, 3.0), (0.0, 2.25), (0.0, None), (0.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"start": "soon"}, "'start' must be seconds from 0 upwards, not 'soon'"),
+        ({"start": -1}, "'start' must be seconds from 0 upwards, not -1"),
+        ({"end": "nan"}, "'end' must be seconds from 0 upwards, not 'nan'"),
+        ({"end": True}, "'end' must be seconds from 0 upwards, not True"),
+        ({"start": 2, "end": 2}, "'end' (2) must come after 'start' (2)"),
+        ({"end": 0}, "'end' (0) must come after 'start' (0)"),
+        ({"video": "", "image": "c.png", "start": 1}, "'start' and 'end' are for clips"),
+    ],
+)
+def test_times_that_make_no_sense_are_refused(folder: Path, cells: dict[str, Any], message: str) -> None:
+    records = [{"video": "a.mp4", "prompt": "x"}, {"video": "a.mp4", "prompt": "x", **cells}]
+    assert _refusal(folder, "m.json", json.dumps(records)).startswith(f"{folder / 'm.json'}: row 2: {message}")
+
+
+@pytest.mark.parametrize("cell", ["frames", "frames/", "frames/*.png", "fra[m]es/frame_?*.png"])
+def test_folder_and_pattern_are_a_clip_of_their_pictures_in_natural_order(folder: Path, cell: str) -> None:
+    names = ["frame_1.png", "frame_2.png", "frame_10.png"]
+    (folder / "frames").mkdir()
+    for name in [*names, "notes.txt", ".frame_3.png"]:
+        (folder / "frames" / name).write_bytes(b"x")
+    row = _read(folder, "m.csv", f"video,prompt\n{cell},x\n").rows[0]
+    assert [file.name for file in row.pictures] == names
+    assert row.files == row.medium == row.pictures
+    assert not row.is_picture
+
+
+def test_name_with_brackets_is_a_file_before_it_is_a_pattern(folder: Path) -> None:
+    (folder / "[ab].png").write_bytes(b"x")
+    (folder / "a.png").write_bytes(b"x")
+    row = _read(folder, "m.csv", "image,prompt\n[ab].png,x\n").rows[0]
+    assert (row.media, row.pictures, row.is_picture) == (folder / "[ab].png", (), True)
+    assert "media of 1 of 1 rows do not exist" in _refusal(folder, "m.csv", "image,prompt\nz*.png,x\n")
+
+
+def test_all_problems_are_told_when_asked_and_the_other_rows_are_kept(folder: Path) -> None:
+    lines = [
+        '{"video": "a.mp4", "prompt": "x"}',
+        '{"video": "no.mp4", "prompt": "x"}',
+        '{"video": "a.mp4", ',
+        "5",
+        '{"video": "a.mp4"}',
+        '{"video": "../a.mp4", "prompt": "x"}',
+        '{"video": "b.mp4", "prompt": "y"}',
+    ]
+    (folder / "m.jsonl").write_text("\n".join(lines))
+    found: list[DataError] = []
+    metadata = read_metadata(folder / "m.jsonl", note=found.append)
+    assert _samples(metadata) == [(1, "a.mp4", "x"), (7, "b.mp4", "y")]
+    assert sorted((error.row or 0, error.kind) for error in found) == [
+        (2, "missing file"),
+        (3, "row"),
+        (4, "row"),
+        (5, "row"),
+        (6, "path"),
+    ]

@@ -157,7 +157,7 @@ def test_other_rows_are_refused_and_what_may_change_is_said(
     config = make("run", *METHODS["lora"], "train.steps=1")
     runs.run(config)
     data = tmp_path / "data"
-    shutil.copytree(Path(config.data.metadata).parent, data)
+    shutil.copytree(Path(str(config.data.metadata)).parent, data)
     lines = (data / "metadata.csv").read_text().splitlines(keepends=True)
     (data / "metadata.csv").write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))
     with pytest.raises(UserError, match="has other rows than when"):

@@ -307,7 +307,7 @@ def test_every_layout_equals_one_process(
     tiny_models: TinyModels, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = REPOSITORY / "examples" / f"{name}_lora.yaml"
-    data = (f"data.metadata={REPOSITORY / load_config(file).data.metadata}", "data.height=64", "data.width=64")
+    data = (f"data.metadata={REPOSITORY / str(load_config(file).data.metadata)}", "data.height=64", "data.width=64")
     layouts = ["single", "zero3:2,activations=offload", "sp:2"]
     parity(options(tiny_models(name), layouts, *data, config=str(file), steps=2))
     assert "all layouts agree" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The command line: one function a command, each thin. Heavy imports wait until a command needs them."""
 
 import argparse
+import json
 import os
 import sys
 import textwrap
@@ -80,6 +81,23 @@ def _cache(parsed: argparse.Namespace) -> None:
 
     quiet_libraries()
     encode_samples(inputs)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    from flowshard.train.check import check
+
+    if min(parsed.workers or 1, parsed.processes or 1) < 1:
+        raise UserError("--workers and --processes are at least 1")
+    report = check(
+        parsed.config, parsed.overrides, processes=parsed.processes, workers=parsed.workers, sheet=parsed.sheet
+    )
+    sys.stdout.write(json.dumps(report.as_json(), indent=2) if parsed.json else report.as_text())
+    sys.stdout.write("\n")
+    if parsed.sheet is not None and not parsed.json:
+        sys.stdout.write(f"wrote {parsed.sheet}\n")
+    if report.problems:
+        count = len(report.problems)
+        raise UserError(f"{count} problem{'s' if count > 1 else ''} found; training would not start or not end")
 
 
 def _generate(parsed: argparse.Namespace) -> None:
@@ -188,6 +206,21 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("config", metavar="CONFIG", help="YAML file of a run")
     cache.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example data.cache=DIR")
     cache.set_defaults(run=_cache)
+
+    check = commands.add_parser(
+        "check",
+        help="find everything that is wrong with a config and its data, without weights or GPU",
+        description="Check the config, the layout, the files, every row and every medium, and say what the data is like. "
+        "Exits with status 2 if training would fail.",
+        usage="flowshard check CONFIG [a.b=value ...] [options]",
+    )
+    check.add_argument("config", metavar="CONFIG", help="YAML file")
+    check.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example data.height=480")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    check.add_argument("--sheet", type=Path, metavar="FILE", help="write a .png of what the model sees of each sample")
+    check.add_argument("--workers", type=int, metavar="N", help="threads that decode (default: as many as processors)")
+    check.add_argument("--processes", type=int, metavar="N", help="of the layout (default: the fewest that it needs)")
+    check.set_defaults(run=_check)
 
     generate = commands.add_parser(
         "generate",

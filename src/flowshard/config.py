@@ -61,11 +61,27 @@ class ModelConfig(Section):
     CUDA and NPU, scales the loss and leaves out updates whose gradient overflows."""
 
 
-class DataConfig(Section):
-    """What it is trained on."""
+class SourceConfig(Section):
+    """One of several sets of samples."""
 
     metadata: str
-    """A `.csv`, `.json` or `.jsonl` file with the columns `prompt` and `video` or `image`."""
+    """As `data.metadata`."""
+    root: str | None = None
+    """As `data.root`."""
+    repeat: PositiveInt = 1
+    """How many times an epoch goes through this metadata; with weights the least number of times."""
+    weight: PositiveFloat | None = None
+    """Share of the samples that come from here, in proportion to the weights of the others; all have one, or none."""
+
+
+class DataConfig(Section):
+    """What it is trained on. Give `metadata` or `sources`."""
+
+    metadata: str | None = None
+    """A `.csv`, `.json` or `.jsonl` file with the columns `prompt` and `video` or `image`; or a folder of media with a
+    caption in a `.txt` beside each."""
+    sources: list[SourceConfig] = []
+    """Several sets of samples, each with `metadata` and, if wanted, `root`, `repeat` and `weight`."""
     root: str | None = None
     """The folder that the media paths start from; the metadata's own folder if null. Only paths inside are read."""
     height: PositiveInt
@@ -73,9 +89,22 @@ class DataConfig(Section):
     width: PositiveInt
     """Width in pixels."""
     frames: PositiveInt = 1
-    """Frames of a clip: its first ones. A picture is a clip of one frame."""
+    """Frames of a clip. A picture is a clip of one frame."""
+    fps: PositiveFloat | None = None
+    """Frames a second at which clips are sampled, by the time at which their frames are shown. If null, frames are taken
+    one after another as they are stored."""
+    sampling: Literal["prefix", "even", "random"] = "prefix"
+    """Which frames of a clip: the first ones; evenly spread from first to last; or successive ones from a random place,
+    which the seed decides for each row once."""
+    short: Literal["refuse", "trim", "repeat"] = "refuse"
+    """What becomes of a clip with fewer frames: an error; the largest number of frames that the model can take, which
+    needs `train.micro_batch=1` and a cache; or its last frame again."""
     repeat: PositiveInt = 1
     """How many times an epoch goes through the metadata."""
+    caption_prefix: str = ""
+    """Text that every caption begins with, for example a word that is to stand for what is trained."""
+    caption_dropout: Annotated[float, Number, Field(ge=0, le=1)] = 0.0
+    """Part of the samples that are trained with an empty caption, drawn anew at every step."""
     cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
     a folder for the encoded samples, which several runs may share."""

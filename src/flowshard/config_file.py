@@ -13,11 +13,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig
+from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, SourceConfig
 from flowshard.errors import UserError
 
 RECORD_KEY = "record"
 """The key of a run's `config.yaml` under which versions, layout and git state are noted; ignored when read back."""
+
+
+_LISTS: dict[str, type[BaseModel]] = {"train.groups": GroupConfig, "data.sources": SourceConfig}
+"""Options that are lists of groups of options."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -88,7 +92,8 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (list, tuple, dict):
         inner = ", ".join(_type_name(choice) for choice in get_args(annotation))
         return f"{get_origin(annotation).__name__} of {inner}"
-    names = {str: "text", bool: "true or false", GroupConfig: "{pattern, learning_rate, weight_decay}"}
+    names: dict[Any, str] = {of: f"{{{', '.join(of.model_fields)}}}" for of in _LISTS.values()}
+    names |= {str: "text", bool: "true or false"}
     return names.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
@@ -141,10 +146,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")
     fields = dict(options())
-    if name.startswith("train.groups."):
-        raise UserError(
-            f"{name}: a list is overridden as a whole, as in train.groups=[{{pattern: lora_B, weight_decay: 0}}]"
-        )
+    examples = {"train.groups": "{pattern: lora_B, weight_decay: 0}", "data.sources": "{metadata: a.csv, weight: 2}"}
+    for option, example in examples.items():
+        if name.startswith(f"{option}."):
+            raise UserError(f"{name}: a list is overridden as a whole, as in {option}=[{example}]")
     if name not in fields:
         raise UserError(_unknown_option(name))
     value = _parse_yaml(text, override)
@@ -167,9 +172,10 @@ def _unknown_option(name: str) -> str:
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name}: a group of options; set one of {', '.join(inside)}"
-    if name.startswith("train.groups."):
-        known = [f"{name.rpartition('.')[0]}.{key}" for key in GroupConfig.model_fields]
-    elif not name.startswith("train.groups"):
+    of = next((model for option, model in _LISTS.items() if name.startswith(f"{option}.")), None)
+    if of is not None:
+        known = [f"{name.rpartition('.')[0]}.{key}" for key in of.model_fields]
+    else:
         known += Config.model_fields
     # First the right leaf in the wrong section, for example `train.frames`.
     nearest = [option for option in known if option != name and option.split(".")[-1] == name.split(".")[-1]][:1]
@@ -184,7 +190,8 @@ def _explain(error: ValidationError) -> str:
 
     An option with several possible types gives one finding a type; those are joined.
     """
-    names = {part for option, _ in options() for part in option.split(".")} | set(GroupConfig.model_fields)
+    names = {part for option, _ in options() for part in option.split(".")}
+    names |= {key for of in _LISTS.values() for key in of.model_fields}
     reasons: dict[str, tuple[Any, list[str]]] = {}
     lines: list[str] = []
     for problem in error.errors():
@@ -198,7 +205,8 @@ def _explain(error: ValidationError) -> str:
         elif problem["type"] == "extra_forbidden":
             lines.append(_unknown_option(name))
         elif problem["type"] == "missing":
-            field = dict(options()).get(name)
+            inside = next((of.model_fields for option, of in _LISTS.items() if name.startswith(f"{option}.")), None)
+            field = dict(options()).get(name) if inside is None else inside.get(str(last))
             about = f" ({' '.join(field.description.split()).rstrip('.')})" if field and field.description else ""
             lines.append(f"{name}: this option must be given{about}")
         elif problem["type"] == "value_error":
@@ -238,6 +246,22 @@ def _check_conflicts(config: Config) -> None:
     if config.memory.activations == "auto":
         raise UserError(
             "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"
+        )
+    data = config.data
+    if (data.metadata is None) == (not data.sources):
+        state = "neither is" if data.metadata is None else f"data.metadata is {data.metadata!r}, and both are"
+        raise UserError(f"give exactly one of data.metadata and data.sources ({state} given)")
+    if data.sources and data.root is not None:
+        raise UserError("data.root has no effect with data.sources; give each source a root")
+    if data.short == "trim" and config.train.micro_batch > 1:
+        raise UserError(
+            f"data.short: clips that are trimmed differ in length, but train.micro_batch {config.train.micro_batch} needs "
+            "samples of one shape; use train.micro_batch=1, or data.short=repeat or refuse"
+        )
+    if data.short == "trim" and data.cache == "off":
+        raise UserError(
+            "data.short: how long trimmed clips are is known from a cache, to plan memory with the longest; use another "
+            "data.cache than off, or data.short=repeat or refuse"
         )
     train = config.train
     if (train.steps is None) == (train.epochs is None):

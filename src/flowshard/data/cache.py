@@ -10,15 +10,19 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from flowshard.config import Config
+from flowshard.data.captions import captions_of
 from flowshard.data.metadata import Row
+from flowshard.data.samples import cut_of
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
@@ -41,8 +45,8 @@ class RowEncoder(Protocol):
     def media(self, row: Row) -> Tensors:
         """Latents and other tensors of the row's medium."""
 
-    def text(self, row: Row) -> Tensors:
-        """Tensors of the row's prompt."""
+    def text(self, row: Row, caption: str) -> Tensors:
+        """Tensors of a caption of the row."""
 
     def check(self, reason: str) -> None:
         """Refuse to encode if the model lacks its encoders; `reason` says what for."""
@@ -54,6 +58,7 @@ class EncodedCache:
     def __init__(self, folder: Path, config: Config, family: Family, source: ModelSource, dtype: torch.dtype) -> None:
         self._folder = folder
         common = {"variant": config.model.variant, "encoding": family.encoding_version}
+        self._config, self._family = config, family
         size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
         self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source)
         self._media_basis = {
@@ -89,17 +94,18 @@ class EncodedCache:
                     f"data.cache: cannot write to {self._folder} ({error.strerror}); give another folder or use data.cache=off"
                 ) from None
         media: dict[Path, Row] = {}
-        texts: dict[Path, Row] = {}
+        texts: dict[Path, tuple[Row, str]] = {}
         for row in rows:
             media.setdefault(self._media_file(row), row)
-            texts.setdefault(self._text_file(row), row)
+            for caption in captions_of(row, dropout=self._config.data.caption_dropout):
+                texts.setdefault(self._text_file(row, caption), (row, caption))
         if processes.is_main:
             self._hashes.save()
             self._encoders.save()
             self._remove_abandoned()
-        tasks: list[tuple[Path, Row, Callable[[Row], Tensors]]] = [
-            *((file, row, encoder.media) for file, row in media.items()),
-            *((file, row, encoder.text) for file, row in texts.items()),
+        tasks: list[tuple[Path, Row, Callable[[], Tensors]]] = [
+            *((file, row, partial(encoder.media, row)) for file, row in media.items()),
+            *((file, row, partial(encoder.text, row, caption)) for file, (row, caption) in texts.items()),
         ]
         work = [task for task in tasks if not task[0].is_file()]
         processes.wait_for_all("cache listed")  # all have looked before the first writes, so all divide the same work
@@ -111,11 +117,11 @@ class EncodedCache:
             return
         encoder.check(f"{len(work)} entries are not in {self._folder} yet")
         own = _own_part(work, processes)
-        for file, row, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
+        for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
             if file.is_file():  # by another command
                 continue
             with atomic_file(file) as temporary:
-                save_file(encode(row), temporary)
+                save_file(encode(), temporary)
         processes.wait_for_all("cache filled")
         unseen = [row for file, row, _ in work if not file.is_file()]
         if unseen:
@@ -137,22 +143,30 @@ class EncodedCache:
         """The tensors of the row's medium, `latents` among them."""
         return load_file(self._media_file(row))
 
-    def read_text(self, row: Row) -> Tensors:
-        """The tensors of the row's prompt."""
-        return load_file(self._text_file(row))
+    def latents_shape(self, row: Row) -> list[int]:
+        """The shape of the latents of the row's medium, which are not read."""
+        with safe_open(self._media_file(row), framework="pt") as file:
+            shape: list[int] = file.get_slice("latents").get_shape()
+        return shape
+
+    def read_text(self, row: Row, caption: str) -> Tensors:
+        """The tensors of a caption of the row."""
+        return load_file(self._text_file(row, caption))
 
     def _media_file(self, row: Row) -> Path:
-        key = ("media", (row.media, *row.inputs.items()))
+        key = ("media", (row.media, row.start, row.end, *row.inputs.items()))
         if key not in self._files:
-            own = {"sha256": self._hashes.of(row.media), **self._hashed(row, list(row.inputs))}
-            self._files[key] = self._entry("media", {**self._media_basis, **own})
+            hashes = [self._hashes.of(file) for file in row.medium]
+            own = {"sha256": hashes if row.pictures else hashes[0], **self._hashed(row, list(row.inputs))}
+            cut = cut_of(row, self._config.data, self._family, seed=self._config.seed).key()
+            self._files[key] = self._entry("media", {**self._media_basis, **own, **({"cut": cut} if cut else {})})
         return self._files[key]
 
-    def _text_file(self, row: Row) -> Path:
+    def _text_file(self, row: Row, caption: str) -> Path:
         columns = [column for column in self._text_inputs if column in row.inputs]
-        key = ("text", (row.prompt, *((column, row.inputs[column]) for column in columns)))
+        key = ("text", (caption, *((column, row.inputs[column]) for column in columns)))
         if key not in self._files:
-            own = {"prompt": row.prompt, **self._hashed(row, columns)}
+            own = {"prompt": caption, **self._hashed(row, columns)}
             self._files[key] = self._entry("text", {**self._text_basis, **own})
         return self._files[key]
 

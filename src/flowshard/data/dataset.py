@@ -1,21 +1,20 @@
 """Samples as the transformer takes them, encoded at every access or read from the cache."""
 
 import copy
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from flowshard.config import Config
+from flowshard.config import Config, DataConfig
 from flowshard.data.cache import EncodedCache
-from flowshard.data.media import read_frames, read_inputs
 from flowshard.data.metadata import Metadata, Row
+from flowshard.data.samples import decode, decode_inputs
 from flowshard.errors import UserError
-from flowshard.families.base import Family, Inputs
+from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.seeds import isolated_rng
 from flowshard.weights.source import ModelSource
@@ -60,9 +59,10 @@ class Encoder:
 
     def media(self, row: Row) -> dict[str, torch.Tensor]:
         """Latents and other tensors of the row's medium."""
-        data, where = self.config.data, self.metadata.describe(row)
-        frames = read_frames(row.media, height=data.height, width=data.width, frames=data.frames, where=where)
-        inputs = self._inputs(row, [one.column for one in self.family.inputs], frames)
+        data, seed, where = self.config.data, self.config.seed, row.describe()
+        frames = decode(row, data, self.family, seed=seed)
+        columns = [one.column for one in self.family.inputs]
+        inputs = decode_inputs(row, data, self.family, columns, frames, seed=seed)
         encoders = self._load()
         own = self.family.encode_media(encoders, frames)
         try:
@@ -71,23 +71,10 @@ class Encoder:
             raise UserError(f"{where}: {error}") from None
         return self._checked({**own, **more}, where)
 
-    def text(self, row: Row) -> dict[str, torch.Tensor]:
-        """Tensors of the row's prompt."""
-        inputs = self._inputs(row, self.family.text_inputs, None)
-        return self._checked(self.family.encode_prompt(self._load(), row.prompt, inputs), self.metadata.describe(row))
-
-    def _inputs(self, row: Row, columns: Sequence[str], frames: np.ndarray | None) -> Inputs:
-        """What the model gets besides the prompt, decoded; see `families.base.Inputs`."""
-        data = self.config.data
-        return read_inputs(
-            [one for one in self.family.inputs if one.column in columns],
-            row.inputs,
-            own=frames,
-            height=data.height,
-            width=data.width,
-            frames=data.frames,
-            where=self.metadata.describe(row),
-        )
+    def text(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
+        """Tensors of a caption of the row."""
+        inputs = decode_inputs(row, self.config.data, self.family, self.family.text_inputs, None, seed=self.config.seed)
+        return self._checked(self.family.encode_prompt(self._load(), caption, inputs), row.describe())
 
     def check(self, reason: str) -> None:
         """Refuse a model that lacks an encoder; `reason` says what it is needed for.
@@ -121,49 +108,69 @@ class Encoder:
 
 
 class Dataset(ABC):
-    """The samples of an epoch, `data.repeat` times the rows."""
+    """The samples of an epoch."""
 
-    def __init__(self, metadata: Metadata, repeat: int) -> None:
+    def __init__(self, metadata: Metadata, data: DataConfig) -> None:
         self.rows = metadata.rows
-        self._repeat = repeat
+        self._epoch = metadata.epoch
+        self._repeat = data.repeat
 
     def __len__(self) -> int:
-        return len(self.rows) * self._repeat
+        return len(self._epoch) * self._repeat
 
     def row(self, index: int) -> Row:
         """The row that a sample of the epoch comes from."""
-        return self.rows[index % len(self.rows)]
+        return self.rows[self._epoch[index % len(self._epoch)]]
 
     def __getitem__(self, index: int) -> Sample:
+        """A sample with its first caption."""
         row = self.row(index)
-        tensors = self._tensors(row)
+        return self.sample(row, row.prompt)
+
+    def sample(self, row: Row, caption: str) -> Sample:
+        """A row with one of its captions."""
+        tensors = self._tensors(row, caption)
         return Sample(row, tensors.pop("latents"), tensors)
 
+    def largest(self) -> Sample:
+        """A sample of the largest latents that there are."""
+        row = next((row for row in self.rows if not row.is_picture), self.rows[0])
+        return self.sample(row, row.prompt)
+
     @abstractmethod
-    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
+    def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
         """All tensors of a row, `latents` among them."""
 
 
 class OnlineDataset(Dataset):
     """Decodes and encodes at every access."""
 
-    def __init__(self, encoder: Encoder, repeat: int) -> None:
-        super().__init__(encoder.metadata, repeat)
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(encoder.metadata, encoder.config.data)
         self._encoder = encoder
 
-    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
-        return {**self._encoder.media(row), **self._encoder.text(row)}
+    def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
+        return {**self._encoder.media(row), **self._encoder.text(row, caption)}
 
 
 class CachedDataset(Dataset):
     """Reads what `fill` has encoded, by memory map."""
 
-    def __init__(self, cache: EncodedCache, metadata: Metadata, repeat: int) -> None:
-        super().__init__(metadata, repeat)
+    def __init__(self, cache: EncodedCache, metadata: Metadata, data: DataConfig) -> None:
+        super().__init__(metadata, data)
         self._cache = cache
+        self._trimmed = data.short == "trim"
 
-    def _tensors(self, row: Row) -> dict[str, torch.Tensor]:
-        return {**self._cache.read_media(row), **self._cache.read_text(row)}
+    def largest(self) -> Sample:
+        """A sample of the largest latents that there are; trimmed clips differ in length."""
+        clips = [row for row in self.rows if not row.is_picture]
+        if not (self._trimmed and clips):
+            return super().largest()
+        row = max(clips, key=lambda clip: math.prod(self._cache.latents_shape(clip)))
+        return self.sample(row, row.prompt)
+
+    def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
+        return {**self._cache.read_media(row), **self._cache.read_text(row, caption)}
 
 
 def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Processes) -> Dataset:
@@ -177,9 +184,8 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
     Raises:
         UserError: a medium cannot be decoded; the message names file and row.
     """
-    repeat = encoder.config.data.repeat
     if cache_folder is None:
-        return OnlineDataset(encoder, repeat)
+        return OnlineDataset(encoder)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
     cache.fill(encoder.metadata.rows, encoder, processes)
-    return CachedDataset(cache, encoder.metadata, repeat)
+    return CachedDataset(cache, encoder.metadata, encoder.config.data)

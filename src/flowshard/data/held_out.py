@@ -22,19 +22,29 @@ def hold_out(metadata: Metadata, fraction: float, *, seed: int, root: str | None
         metadata: all rows.
         fraction: the share that is held out, on average.
         seed: of the run.
-        root: the folder that names of media start from; that of the metadata if None.
+        root: the folder that names of media start from; that of their metadata if None.
 
     Raises:
         UserError: one side would be empty.
     """
-    folder = os.path.abspath(metadata.path.parent if root is None else root)  # noqa: PTH100
-    names = {row.number: Path(os.path.relpath(row.media, folder)).as_posix() for row in metadata.rows}
-    chosen = {number: derive_seed(seed, "held-out rows", name) < fraction * _SEEDS for number, name in names.items()}
-    sides = [tuple(row for row in metadata.rows if chosen[row.number] is side) for side in (False, True)]
-    for rows, what, fix in zip(sides, ("all", "none"), ("lower", "raise"), strict=True):
-        if not rows:
+    names = [Path(os.path.relpath(row.media, root or _folder(row.source))).as_posix() for row in metadata.rows]
+    chosen = [derive_seed(seed, "held-out rows", name) < fraction * _SEEDS for name in names]
+    for side, what, fix in ((False, "all", "lower"), (True, "none", "raise")):
+        if side not in chosen:
             raise UserError(
-                f"validation.fraction: {fraction:g} holds out {what} of the {len(metadata.rows)} rows of {metadata.path}; "
+                f"validation.fraction: {fraction:g} holds out {what} of the {len(metadata.rows)} rows of {metadata.label}; "
                 f"{fix} it, or name a file of its own with validation.metadata"
             )
-    return replace(metadata, rows=sides[0]), replace(metadata, rows=sides[1])
+    kept = [place for place, side in enumerate(chosen) if not side]
+    held_out = tuple(row for row, side in zip(metadata.rows, chosen, strict=True) if side)
+    place_of = {place: number for number, place in enumerate(kept)}
+    epoch = [place_of[place] for place in metadata.epoch if place in place_of]
+    return (
+        replace(metadata, rows=tuple(metadata.rows[place] for place in kept), epoch=epoch),
+        replace(metadata, rows=held_out, epoch=range(len(held_out))),
+    )
+
+
+def _folder(source: Path) -> Path:
+    """The folder that names of media start from, of a metadata file or of a folder of media."""
+    return source if source.is_dir() else source.parent

@@ -3,8 +3,7 @@
 Training, caching and conditions all come through `read_frames`, so there is one way a picture is cut.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,18 @@ import av
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
+from flowshard.data.clips import Cut, TooShortError, read_clip
+from flowshard.data.problems import DataError
 from flowshard.errors import UserError
 from flowshard.families.base import Input, Inputs
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+CLIP_SUFFIXES = frozenset(
+    {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".gif"}
+)
+WHOLE = Cut()
+"""The first frames of the whole clip."""
+_MIDDLE = Cut(sampling="even")
 BACKGROUND = (255, 255, 255)
 """What shows through transparent pixels."""
 
@@ -25,41 +32,55 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 
-def read_frames(path: Path, *, height: int, width: int, frames: int, where: str) -> np.ndarray:
-    """The first frames of a clip, or the one of a picture, resized and cropped at the centre.
+def is_medium(path: Path) -> bool:
+    """Whether the file is a picture or clip, by its name."""
+    return path.suffix.lower() in IMAGE_SUFFIXES | CLIP_SUFFIXES
+
+
+def read_frames(
+    path: Path | Sequence[Path], *, height: int, width: int, frames: int, where: str, cut: Cut = WHOLE
+) -> np.ndarray:
+    """Frames of a clip, or the one of a picture, resized and cropped at the centre.
 
     Args:
-        path: the medium.
+        path: the medium; several pictures are a clip.
         height: height of the result in pixels.
         width: width of the result in pixels.
         frames: frames of a clip; a picture always gives one.
         where: names the sample (file and row) in messages.
+        cut: which frames of a clip are taken.
 
     Returns:
-        uint8 RGB of shape (frames, height, width, 3).
+        uint8 RGB of shape (frames, height, width, 3); of a short clip fewer frames if `cut` says so.
 
     Raises:
         UserError: the medium cannot be decoded, or is a clip with fewer frames than asked.
     """
-    pictures = []
+
+    def resized(picture: Image.Image) -> np.ndarray:
+        return np.asarray(resize_and_crop(picture, height=height, width=width))
+
     try:
-        source = _image(path) if is_image(path) else _video(path)
-        for picture in source:
-            pictures.append(np.asarray(resize_and_crop(picture, height=height, width=width)))
-            if len(pictures) == frames:
-                break
-        source.close()
+        if not isinstance(path, Path):
+            found = {place: resized(read_picture(path[place], where=where)) for place in cut.places(len(path), frames)}
+            return np.stack([found[place] for place in cut.places(len(path), frames)])
+        return np.stack([resized(_image(path))] if is_image(path) else read_clip(path, frames, cut, resized))
+    except TooShortError as short:
+        rate = "" if cut.fps is None else f" at {cut.fps:g} a second"
+        part = "" if not cut.start and cut.end is None else " from start to end"
+        raise DataError(
+            "too short",
+            f"{where}: has {short.available} frames{rate}{part}, data.frames asks for {frames}; lower data.frames, remove "
+            "the row or set data.short",
+        ) from None
+    except UserError:
+        raise
     except Exception as error:
         # Pillow's readers raise almost anything: SyntaxError, struct.error, AttributeError, NotImplementedError, RuntimeError.
         reason = " ".join(str(error).split())
-        raise UserError(f"{where}: cannot be decoded ({reason}); replace the file or remove the row") from None
-    if not pictures:
-        raise UserError(f"{where}: holds no picture; replace the file or remove the row")
-    if not is_image(path) and len(pictures) < frames:
-        raise UserError(
-            f"{where}: has {len(pictures)} frames, data.frames asks for {frames}; lower data.frames or remove the row"
-        )
-    return np.stack(pictures)
+        raise DataError(
+            "not decodable", f"{where}: cannot be decoded ({reason}); replace the file or remove the row"
+        ) from None
 
 
 def read_inputs(
@@ -71,6 +92,7 @@ def read_inputs(
     width: int,
     frames: int,
     where: str,
+    cut: Cut = WHOLE,
 ) -> Inputs:
     """What a model gets besides the prompt, decoded.
 
@@ -80,8 +102,9 @@ def read_inputs(
         own: frames of the sample itself, which stand in for pictures that no file is given for.
         height: of pictures and clips in pixels.
         width: of pictures and clips in pixels.
-        frames: of clips.
+        frames: of clips, if there is no `own`.
         where: names the sample in messages.
+        cut: which frames of clips are taken.
 
     Raises:
         UserError: a file cannot be decoded; the message names it.
@@ -96,8 +119,8 @@ def read_inputs(
         elif one.kind == "images":
             found[one.column] = [read_picture(path, where=place) for path in paths]
         else:
-            count = frames if one.kind == "video" else 1
-            found[one.column] = read_frames(paths[0], height=height, width=width, frames=count, where=place)
+            count, part = (frames if own is None else len(own), cut) if one.kind == "video" else (1, WHOLE)
+            found[one.column] = read_frames(paths[0], height=height, width=width, frames=count, where=place, cut=part)
     return found
 
 
@@ -108,13 +131,12 @@ def read_picture(path: Path, *, where: str) -> Image.Image:
         UserError: it cannot be decoded.
     """
     try:
-        source = _image(path) if is_image(path) else _video(path)
-        picture = next(source)
-        source.close()
+        return _image(path) if is_image(path) else read_clip(path, 1, WHOLE, Image.Image.copy)[0]
+    except TooShortError:
+        raise UserError(f"{where}: {path} holds no picture; replace the file") from None
     except Exception as error:  # as in `read_frames`
-        reason = " ".join(str(error).split()) or "it holds no picture"
-        raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
-    return picture
+        reason = " ".join(str(error).split())
+        raise DataError("not decodable", f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
 
 
 def picture_size(path: Path, *, where: str) -> tuple[int, int]:
@@ -141,31 +163,15 @@ def middle_frame(path: Path) -> Image.Image:
         UserError: the file cannot be decoded.
     """
     try:
-        if is_image(path):
-            return next(_image(path))
-        with av.open(str(path)) as container:
-            count = sum(1 for _ in container.decode(video=0))
-        return next(islice(_video(path), count // 2, None))
+        return _image(path) if is_image(path) else read_clip(path, 1, _MIDDLE, Image.Image.copy)[0]
     except Exception as error:  # as in `read_frames`
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be decoded ({reason}); replace the file") from None
 
 
-def _image(path: Path) -> Generator[Image.Image, None, None]:
+def _image(path: Path) -> Image.Image:
     with Image.open(path) as image:
-        yield to_rgb(ImageOps.exif_transpose(image))
-
-
-def _video(path: Path) -> Generator[Image.Image, None, None]:
-    with av.open(str(path)) as container:
-        if not container.streams.video:
-            raise ValueError("no video stream")
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        for frame in container.decode(stream):
-            picture = frame.to_image()
-            # `rotation` counts counter-clockwise degrees to turn the stored picture by so that it stands upright.
-            yield picture.rotate(frame.rotation, expand=True) if frame.rotation else picture
+        return to_rgb(ImageOps.exif_transpose(image))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -1,18 +1,33 @@
-"""Reading the list of samples: csv, json and jsonl. Needs no torch, so that mistakes are found at once."""
+"""The list of samples, checked row by row. Needs no torch, so that mistakes are found at once."""
 
-import csv
+import glob
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flowshard.errors import UserError
+from flowshard.data.media import is_image
+from flowshard.data.problems import DataError, Note, stop
+from flowshard.data.records import Records, natural_order, read_records
 from flowshard.families.base import Input
 
-MEDIA_COLUMNS = ("video", "image")
 TEXT_COLUMN = "prompt"
+MEDIA_COLUMNS = ("video", "image", "media")
+TIME_COLUMNS = ("start", "end")
+ALIASES = {
+    "text": "prompt",
+    "caption": "prompt",
+    "video_path": "video",
+    "video_file": "video",
+    "image_path": "image",
+    "image_file": "image",
+    "file_name": "media",
+    "file_path": "media",
+}
+"""What other trainers call our columns."""
 _SHOWN_ROWS = 5
 """How many bad rows a message lists before it only counts them."""
 
@@ -23,28 +38,61 @@ class Row:
 
     number: int
     """Place in the file, from 1, the header not counted."""
+    source: Path
+    """The metadata file."""
     media: Path
-    prompt: str
+    """A clip, a picture, or the folder or pattern of a sequence of pictures."""
+    prompts: tuple[str, ...]
+    """Captions, of which each use of the sample takes one."""
     inputs: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     """Files of what the model gets besides the prompt, by column."""
+    pictures: tuple[Path, ...] = ()
+    """The files of a sequence of pictures."""
+    start: float = 0.0
+    """Where in the clip the sample begins, in seconds."""
+    end: float | None = None
+    """Where it ends; None is the end of the clip."""
+
+    @property
+    def prompt(self) -> str:
+        """The first caption."""
+        return self.prompts[0]
+
+    @property
+    def medium(self) -> tuple[Path, ...]:
+        """The files of the medium: one, or the pictures of a sequence."""
+        return self.pictures or (self.media,)
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether the medium is one still picture."""
+        return not self.pictures and is_image(self.media)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The medium and the files of the inputs."""
-        return self.media, *(file for files in self.inputs.values() for file in files)
+        """The files of the medium and of the inputs."""
+        return *self.medium, *(file for files in self.inputs.values() for file in files)
+
+    def describe(self) -> str:
+        """How messages name it: file, row and medium."""
+        return f"{self.source}, row {self.number} ({self.media})"
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """All samples of a metadata file."""
+    """All samples."""
 
-    path: Path
+    label: str
+    """The files, for messages."""
     rows: tuple[Row, ...]
-    unused_columns: tuple[str, ...]
+    notes: tuple[str, ...]
+    """Lines about what was read otherwise than it is written, or not at all."""
+    epoch: Sequence[int]
+    """The samples of an epoch before `data.repeat`, as places in `rows`."""
 
     def describe(self, row: Row) -> str:
         """How messages name a row: file, row and medium."""
-        return f"{self.path}, row {row.number} ({row.media})"
+        return row.describe()
 
 
 def read_metadata(
@@ -52,41 +100,111 @@ def read_metadata(
     root: str | Path | None = None,
     inputs: Sequence[Input] = (),
     *,
-    option: str = "data.metadata",
+    prefix: str = "",
+    note: Note = stop,
 ) -> Metadata:
     """Read and check a metadata file.
 
     Args:
-        path: `.csv`, `.json` (a list of objects) or `.jsonl`, in UTF-8 with or without byte-order mark.
+        path: `.csv`, `.json` (a list of objects) or `.jsonl`, in UTF-8 with or without byte-order mark; or a folder of
+            media with a caption in a `.txt` beside each.
         root: the folder that media paths start from and must stay in; the metadata's own folder if None.
         inputs: what the model gets besides the prompt.
-        option: names the file in messages.
+        prefix: text that every caption begins with.
+        note: is told of every problem; rows with one are left out if it returns.
 
     Raises:
         UserError: the file cannot be read, has no samples, lacks a column, or a row names no medium, a medium that does
-            not exist or one outside `root`.
+            not exist or one outside `root`; unless `note` returns.
     """
     path = Path(path)
-    folder = Path(root) if root is not None else path.parent
-    if not folder.is_dir():
-        raise UserError(f"data.root: the folder {folder} does not exist")
-    columns, records = _read_records(path, option)
-    if not records:
-        raise UserError(f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}")
-    _check_columns(path, columns, inputs)
-    rows = [_read_row(path, number, record, folder, inputs) for number, record in enumerate(records, start=1)]
-    missing = [(row.number, file) for row in rows for file in row.files if not _is_file(file)]
-    if missing:
-        shown = "\n".join(f"  row {number}: {file}" for number, file in missing[:_SHOWN_ROWS])
-        more = f"\n  and {len(missing) - _SHOWN_ROWS} more" if len(missing) > _SHOWN_ROWS else ""
-        affected = len({number for number, _ in missing})
-        raise UserError(
-            f"{path}: media of {affected} of {len(rows)} rows do not exist; correct the paths or set data.root "
-            f"(now {folder})\n{shown}{more}"
+    if path.is_dir() and root is not None:
+        raise DataError(
+            "config", f"data.root: {path} is a folder, which its media are in; set data.root=null", source=path
         )
-    known = (*MEDIA_COLUMNS, TEXT_COLUMN, *(one.column for one in inputs))
-    unused = tuple(column for column in columns if column not in known)
-    return Metadata(path, tuple(rows), unused)
+    folder = path if path.is_dir() else path.parent if root is None else Path(root)
+    if not folder.is_dir():
+        raise DataError("config", f"data.root: the folder {folder} does not exist", source=path)
+    records = read_records(path, note)
+    if not records.rows:
+        message = f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}"
+        note(DataError("metadata", message, source=path))
+        return Metadata(str(path), (), (), ())
+    records, notes = _with_our_columns(path, records, inputs)
+    _check_columns(path, records.columns, inputs)
+    reader = _RowReader(path, folder, inputs, prefix, records.several_captions)
+    rows: list[Row] = []
+    for number, record in records.rows:
+        try:
+            rows.append(reader.read(number, record))
+        except DataError as problem:
+            note(problem)
+    rows = _with_files(path, folder, rows, note)
+    known = (*MEDIA_COLUMNS, TEXT_COLUMN, *TIME_COLUMNS, *(one.column for one in inputs))
+    unused = [column for column in records.columns if column not in known]
+    if unused:
+        notes.append(f"{path}: unused columns: {', '.join(unused)}")
+    if records.ignored:
+        notes.append(f"{path}: {records.ignored} files that are neither media nor captions are ignored")
+    return Metadata(str(path), tuple(rows), tuple(notes), range(len(rows)))
+
+
+def _media_columns() -> str:
+    return "'video' or 'image'"
+
+
+def _with_our_columns(path: Path, records: Records, inputs: Sequence[Input]) -> tuple[Records, list[str]]:
+    """The records with the names of columns that this program uses, and lines about what was renamed."""
+    ours = {one.column for one in inputs}
+    renamed = {column: ALIASES[column] for column in records.columns if column in ALIASES and column not in ours}
+    names = [renamed.get(column, column) for column in records.columns]
+    for column, name in renamed.items():
+        others = [other for other, its in zip(records.columns, names, strict=True) if its == name and other != column]
+        if others:
+            raise DataError(
+                "metadata",
+                f"{path}: the columns {others[0]!r} and {column!r} both mean {name!r}; remove one",
+                source=path,
+            )
+    if not renamed:
+        return records, []
+    rows = [
+        (number, {renamed.get(column, column): value for column, value in row.items()}) for number, row in records.rows
+    ]
+    notes = [f"{path}: column {column!r} is read as {name!r}" for column, name in renamed.items()]
+    return replace(records, columns=tuple(names), rows=tuple(rows)), notes
+
+
+def _check_columns(path: Path, columns: Sequence[str], inputs: Sequence[Input]) -> None:
+    found = ", ".join(repr(column) for column in columns)
+    if TEXT_COLUMN not in columns:
+        raise DataError("metadata", f"{path}: the column {TEXT_COLUMN!r} is missing; found {found}", source=path)
+    if not any(column in columns for column in MEDIA_COLUMNS):
+        raise DataError("metadata", f"{path}: a column {_media_columns()} is missing; found {found}", source=path)
+    for one in inputs:
+        if one.required and one.from_clip is None and one.column not in columns:
+            message = f"{path}: the column {one.column!r} is missing, which this model needs; found {found}"
+            raise DataError("metadata", message, source=path)
+
+
+def _with_files(path: Path, root: Path, rows: Sequence[Row], note: Note) -> list[Row]:
+    """The rows whose files exist."""
+    missing = {row.number: [file for file in row.files if not _is_file(file)] for row in rows}
+    missing = {number: files for number, files in missing.items() if files}
+    lines = [f"\n  row {number}: {file}" for number, files in missing.items() for file in files]
+    more = f"\n  and {len(lines) - _SHOWN_ROWS} more" if len(lines) > _SHOWN_ROWS else ""
+    for number, files in missing.items():
+        note(
+            DataError(
+                "missing file",
+                f"{path}: media of {len(missing)} of {len(rows)} rows do not exist; correct the paths or set data.root "
+                f"(now {root}){''.join(lines[:_SHOWN_ROWS])}{more}",
+                source=path,
+                row=number,
+                short=f"{files[0]} does not exist",
+            )
+        )
+    return [row for row in rows if row.number not in missing]
 
 
 def _is_file(path: Path) -> bool:
@@ -96,172 +214,116 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _media_columns() -> str:
-    return " or ".join(repr(column) for column in MEDIA_COLUMNS)
+@dataclass(frozen=True)
+class _RowReader:
+    """Turns the records of one file into rows."""
 
+    path: Path
+    root: Path
+    inputs: Sequence[Input]
+    prefix: str
+    several_captions: bool
 
-def _read_records(path: Path, option: str) -> tuple[list[str], list[dict[str, Any]]]:
-    readers = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{option}: {path} must end in {', '.join(readers)}")
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{option}: the file {path} does not exist") from None
-    except OSError as error:
-        raise UserError(f"{option}: the file {path} cannot be read: {error}") from None
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        byte = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise UserError(
-            f"{path}: line {line}, byte {byte} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
-        ) from None
-    records = reader(path, text)
-    columns = list(dict.fromkeys(column for record in records for column in record))
-    return columns, records
-
-
-def _read_csv(path: Path, text: str) -> list[dict[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # captions may be longer than the default of 128 KiB
-    # strict: unbalanced quotes are an error instead of a silent shift of columns. Line breaks inside quotes survive,
-    # as the text is split by the csv reader alone.
-    reader = csv.reader(_lines(text), strict=True)
-    header: list[str] = []
-    start = 1
-    records: list[dict[str, Any]] = []
-    try:
-        header = next((values for values in reader if values), [])
-        start = reader.line_num + 1
-        for column in header:
-            if header.count(column) > 1:
-                raise UserError(f"{path}: the column {column!r} is there twice")
-        for values in reader:
-            line, start = start, reader.line_num + 1
-            if not values:
-                continue
-            if len(values) != len(header):
-                raise UserError(
-                    f"{path}: row {len(records) + 1} (line {line}) has {len(values)} cells, the header has "
-                    f"{len(header)}; put text that holds commas, quotes or line breaks in double quotes"
-                )
-            records.append(dict(zip(header, values, strict=True)))
-    except csv.Error as error:
-        row = f"row {len(records) + 1} (line {start})" if header else f"line {start}"
-        raise UserError(f"{path}: {row}: {error}; check the quotes") from None
-    return records
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Lines with their ends, split at line feeds only, as csv wants them."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start) + 1 or len(text)
-        yield text[start:end]
-        start = end
-
-
-def _read_json(path: Path, text: str) -> list[dict[str, Any]]:
-    try:
-        records = json.loads(text, object_pairs_hook=_without_duplicates)
-    except _DuplicateKeyError as error:
-        raise UserError(f"{path}: the key {error} is there twice in one object") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    if not isinstance(records, list):
-        raise UserError(f"{path}: a .json metadata file is a list of objects; one object a line belongs in a .jsonl")
-    return [_require_object(path, f"row {number}", record) for number, record in enumerate(records, start=1)]
-
-
-def _read_jsonl(path: Path, text: str) -> list[dict[str, Any]]:
-    records = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line, object_pairs_hook=_without_duplicates)
-        except _DuplicateKeyError as error:
-            raise UserError(f"{path}: line {number}: the key {error} is there twice") from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number}, column {error.colno}: {error.msg}") from None
-        records.append(_require_object(path, f"line {number}", record))
-    return records
-
-
-class _DuplicateKeyError(Exception):
-    """A key is given twice in an object."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateKeyError(repr(next(key for key in keys if keys.count(key) > 1)))
-    return record
-
-
-def _require_object(path: Path, place: str, record: Any) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise UserError(f"{path}: {place} is not an object with {TEXT_COLUMN!r} and {_media_columns()}")
-    return record
-
-
-def _check_columns(path: Path, columns: list[str], inputs: Sequence[Input]) -> None:
-    found = ", ".join(repr(column) for column in columns)
-    if TEXT_COLUMN not in columns:
-        raise UserError(f"{path}: the column {TEXT_COLUMN!r} is missing; found {found}")
-    if not any(column in columns for column in MEDIA_COLUMNS):
-        raise UserError(f"{path}: a column {_media_columns()} is missing; found {found}")
-    for one in inputs:
-        if one.required and one.from_clip is None and one.column not in columns:
-            raise UserError(f"{path}: the column {one.column!r} is missing, which this model needs; found {found}")
-
-
-def _read_row(path: Path, number: int, record: dict[str, Any], root: Path, inputs: Sequence[Input]) -> Row:
-    cells: dict[str, str] = {}
-    for column in (TEXT_COLUMN, *MEDIA_COLUMNS):
-        value = record.get(column)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise UserError(f"{path}: row {number}: {column!r} must be text, not {value!r}")
-        cells[column] = value
-    if TEXT_COLUMN not in cells:
-        raise UserError(f"{path}: row {number}: has no {TEXT_COLUMN!r}; an empty text is written as an empty text")
-    media = [column for column in MEDIA_COLUMNS if cells.get(column)]
-    if len(media) != 1:
-        problem = "names both a video and an image" if media else f"names no {_media_columns()}"
-        raise UserError(f"{path}: row {number}: {problem}; a row is one sample with one medium")
-    medium = _inside(path, number, cells[media[0]], root)
-    files = {one.column: _input_files(path, number, record, root, one) for one in inputs}
-    return Row(number, medium, cells[TEXT_COLUMN], {column: found for column, found in files.items() if found})
-
-
-def _input_files(path: Path, number: int, record: dict[str, Any], root: Path, one: Input) -> tuple[Path, ...]:
-    """The files of a cell: a name, a list of names, or text that holds such a list as JSON."""
-    value = record.get(one.column)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UserError(f"{path}: row {number}: {one.column!r} is no list of files: {value!r}") from None
-    names = [] if value in (None, "") else value if isinstance(value, list) else [value]
-    if not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{path}: row {number}: {one.column!r} must be a file or a list of files, not {value!r}")
-    if len(names) > 1 and not one.several:
-        raise UserError(f"{path}: row {number}: {one.column!r} takes one file, not {len(names)}")
-    if not names and one.required and one.from_clip is None:
-        raise UserError(f"{path}: row {number}: has no {one.column!r}, which this model needs")
-    return tuple(_inside(path, number, name, root) for name in names)
-
-
-def _inside(path: Path, number: int, name: str, root: Path) -> Path:
-    # By the names alone: a link inside the data folder may lead elsewhere, as people lay out large sets that way.
-    full = Path(os.path.abspath(root / name))  # noqa: PTH100
-    if not full.is_relative_to(os.path.abspath(root)):  # noqa: PTH100
-        raise UserError(
-            f"{path}: row {number}: {name!r} lies outside the data folder {root}; set data.root to a folder that holds it"
+    def read(self, number: int, record: Mapping[str, Any]) -> Row:
+        prompts = self._prompts(number, record.get(TEXT_COLUMN))
+        names = [name for column in MEDIA_COLUMNS if (name := self._text(number, record, column))]
+        if len(names) != 1:
+            problem = "names several media" if len(names) > 1 else f"names no {_media_columns()}"
+            if len(names) > 1 and record.get("video") and record.get("image"):
+                problem = "names both a video and an image"
+            raise self._wrong(number, f"{problem}; a row is one sample with one medium")
+        media = self._inside(number, names[0])
+        files = {one.column: self._input_files(number, record, one) for one in self.inputs}
+        row = Row(
+            number=number,
+            source=self.path,
+            media=media,
+            prompts=tuple(self.prefix + prompt for prompt in prompts),
+            inputs={column: found for column, found in files.items() if found},
+            pictures=self._sequence(media),
         )
-    return full
+        return self._timed(row, record)
+
+    def _wrong(self, number: int, what: str, *, kind: str = "row") -> DataError:
+        return DataError(kind, f"{self.path}: row {number}: {what}", source=self.path, row=number)
+
+    def _text(self, number: int, record: Mapping[str, Any], column: str) -> str:
+        value = record.get(column)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(number, f"{column!r} must be text, not {value!r}")
+        return value or ""
+
+    def _prompts(self, number: int, value: Any) -> list[str]:
+        if value is None:
+            raise self._wrong(number, f"has no {TEXT_COLUMN!r}; an empty text is written as an empty text")
+        prompts = value if isinstance(value, list) and self.several_captions else [value]
+        if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+            raise self._wrong(number, f"{TEXT_COLUMN!r} must be text or a list of texts, not {value!r}")
+        return prompts
+
+    def _timed(self, row: Row, record: Mapping[str, Any]) -> Row:
+        """The row with the part of the clip that it is."""
+        start, end = (self._seconds(row.number, column, record.get(column)) for column in TIME_COLUMNS)
+        if start is None and end is None:
+            return row
+        if row.is_picture or row.pictures:
+            raise self._wrong(row.number, "'start' and 'end' are for clips; leave them empty for pictures", kind="time")
+        if end is not None and end <= (start or 0.0):
+            raise self._wrong(row.number, f"'end' ({end:g}) must come after 'start' ({start or 0.0:g})", kind="time")
+        return replace(row, start=start or 0.0, end=end)
+
+    def _seconds(self, number: int, column: str, value: Any) -> float | None:
+        if value is None or value == "":
+            return None
+        try:
+            seconds = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            seconds = math.nan
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise self._wrong(number, f"{column!r} must be seconds from 0 upwards, not {value!r}", kind="time")
+        return seconds
+
+    def _input_files(self, number: int, record: Mapping[str, Any], one: Input) -> tuple[Path, ...]:
+        """The files of a cell: a name, a list of names, or text that holds such a list as JSON."""
+        value = record.get(one.column)
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise self._wrong(number, f"{one.column!r} is no list of files: {value!r}") from None
+        names = [] if value in (None, "") else value if isinstance(value, list) else [value]
+        if not all(isinstance(name, str) and name for name in names):
+            raise self._wrong(number, f"{one.column!r} must be a file or a list of files, not {value!r}")
+        if len(names) > 1 and not one.several:
+            raise self._wrong(number, f"{one.column!r} takes one file, not {len(names)}")
+        if not names and one.required and one.from_clip is None:
+            raise self._wrong(number, f"has no {one.column!r}, which this model needs")
+        return tuple(self._inside(number, name) for name in names)
+
+    def _inside(self, number: int, name: str) -> Path:
+        # By the names alone: a link inside the data folder may lead elsewhere, as people lay out large sets that way.
+        full = Path(os.path.abspath(self.root / name))  # noqa: PTH100
+        if not full.is_relative_to(os.path.abspath(self.root)):  # noqa: PTH100
+            raise self._wrong(
+                number,
+                f"{name!r} lies outside the data folder {self.root}; set data.root to a folder that holds it",
+                kind="path",
+            )
+        return full
+
+    def _sequence(self, media: Path) -> tuple[Path, ...]:
+        """The pictures of a folder or pattern, in natural order; none for a file."""
+        if _is_file(media):
+            return ()
+        try:
+            if media.is_dir():
+                found = list(media.iterdir())
+            elif glob.has_magic(str(media.relative_to(os.path.abspath(self.root)))):  # noqa: PTH100
+                root = os.path.abspath(self.root)  # noqa: PTH100
+                found = [Path(root, name) for name in glob.glob(str(media.relative_to(root)), root_dir=root)]  # noqa: PTH207
+            else:
+                found = []
+        except OSError:  # a name that is too long
+            found = []
+        pictures = [file for file in found if is_image(file) and not file.name.startswith(".")]
+        return tuple(sorted(pictures, key=natural_order))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from flowshard.config import Config
+from flowshard.data.captions import caption_of
 from flowshard.data.dataset import Dataset, Sample
-from flowshard.data.media import is_image
 from flowshard.data.metadata import Row
 from flowshard.data.order import global_batch
 from flowshard.families.base import Family
@@ -58,6 +58,7 @@ class StepBatches:
         self._family = family
         self._seed = config.seed
         self._train = config.train
+        self._caption_dropout = config.data.caption_dropout
         self._stratified = config.objective.stratified
         self._positions = layout.positions(config.train.global_batch)
         self._levels = levels
@@ -77,14 +78,19 @@ class StepBatches:
         weights = self._levels.weights(sigmas)
         for start in self._positions[::micro]:
             positions = slice(start, start + micro)
-            samples = [self._dataset[index] for index in indices[positions]]
+            samples = [self._sample(index, step, start + offset) for offset, index in enumerate(indices[positions])]
             yield self._assemble(step, start, samples, sigmas[positions], weights[positions])
 
     def largest_micro_batch(self) -> MicroBatch:
         """A micro-batch of the largest samples that there are, to plan memory with."""
-        row = next((index for index, row in enumerate(self._dataset.rows) if not is_image(row.media)), 0)
         micro = self._train.micro_batch
-        return self._assemble(0, 0, [self._dataset[row]] * micro, torch.full((micro,), 0.5), torch.ones(micro))
+        return self._assemble(0, 0, [self._dataset.largest()] * micro, torch.full((micro,), 0.5), torch.ones(micro))
+
+    def _sample(self, index: int, step: int, position: int) -> Sample:
+        row = self._dataset.row(index)
+        return self._dataset.sample(
+            row, caption_of(row, seed=self._seed, step=step, position=position, dropout=self._caption_dropout)
+        )
 
     def _assemble(
         self, step: int, start: int, samples: Sequence[Sample], sigma: torch.Tensor, weight: torch.Tensor

@@ -40,7 +40,12 @@ _FIXED = (
     "data.height",
     "data.width",
     "data.frames",
+    "data.fps",
+    "data.sampling",
+    "data.short",
     "data.repeat",
+    "data.caption_prefix",
+    "data.caption_dropout",
     "train.method",
     "train.global_batch",
     "train.optimizer",
@@ -131,10 +136,17 @@ def write_manifest(folder: Path) -> None:
 def data_digest(metadata: Metadata) -> str:
     """Identifies the samples and their order: names of files and prompts."""
     rows = [
-        [row.media.name, row.prompt, {column: [file.name for file in files] for column, files in row.inputs.items()}]
+        [
+            row.media.name,
+            row.prompt if len(row.prompts) == 1 else row.prompts,
+            {column: [file.name for file in files] for column, files in row.inputs.items()},
+            *([row.start, row.end] if row.start or row.end else []),
+            *(picture.name for picture in row.pictures),
+        ]
         for row in metadata.rows
     ]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    order = [] if isinstance(metadata.epoch, range) else list(metadata.epoch)
+    return hashlib.sha256(json.dumps([*rows, *order]).encode()).hexdigest()
 
 
 def check_resumable(checkpoint: Checkpoint, config: Config, metadata: Metadata) -> list[str]:
@@ -165,7 +177,7 @@ def check_resumable(checkpoint: Checkpoint, config: Config, metadata: Metadata) 
         return []
     if checkpoint.state["data"] != data_digest(metadata):
         raise UserError(
-            f"resume: {metadata.path} has other rows than when {checkpoint.path} was saved, so samples would come in "
+            f"resume: {metadata.label} has other rows than when {checkpoint.path} was saved, so samples would come in "
             f"another order; give the same rows, or begin anew from the weights with resume={_WEIGHTS_ONLY}{checkpoint.path}"
         )
     changed = [

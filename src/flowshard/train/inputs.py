@@ -8,8 +8,9 @@ from pathlib import Path
 
 from flowshard.config import Config
 from flowshard.data.held_out import hold_out
-from flowshard.data.media import is_image, picture_size
-from flowshard.data.metadata import Metadata, Row, read_metadata
+from flowshard.data.media import picture_size
+from flowshard.data.metadata import Metadata, Row
+from flowshard.data.sources import read_data, read_validation
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
@@ -46,9 +47,8 @@ class RunInputs:
     presets: tuple[LoraFile, ...]
     """LoRAs that are added to the weights."""
     metadata: Metadata
-    """The rows that are trained on."""
     held_out: Metadata | None
-    """Rows whose loss is found during training."""
+    """Samples that are never trained on."""
     layout: Layout
     shift: float
     """Sigma shift, resolved."""
@@ -84,7 +84,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
     metadata, held_out = read_samples(config, family)
-    _check_batches(config, family, metadata)
+    check_batches(config, family, metadata)
     source = find_source(
         config.model.path,
         family,
@@ -95,9 +95,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
-    for rows in (metadata, held_out):
-        if rows is not None:
-            _check_sequence(config, layout, family, variant, rows, source)
+    for rows in filter(None, (metadata, held_out)):
+        _check_sequence(config, layout, family, variant, rows, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
         _only(read_lora(Path(file), layers, family.names, option="lora.preset"), tensors) for file in config.lora.preset
@@ -112,10 +111,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     check_writable(Path(config.output), option="output")
     if config.cache_folder is not None:
         check_writable(config.cache_folder, option="data.cache")
-    samples = len(metadata.rows) * data.repeat
-    epochs = config.train.epochs
-    steps = config.train.steps if epochs is None else -(-epochs * samples // config.train.global_batch)
-    assert steps is not None  # noqa: S101 - load_config has seen to exactly one of steps and epochs
+    samples = len(metadata.epoch) * data.repeat
+    steps = count_steps(config, samples)
     if config.train.warmup_steps > steps:
         raise UserError(
             f"train.warmup_steps: {config.train.warmup_steps} exceeds the {steps} steps of the run; lower it"
@@ -216,6 +213,14 @@ def _shortened(
     return kept
 
 
+def count_steps(config: Config, samples: int) -> int:
+    """Optimizer updates of the run, with so many samples an epoch."""
+    epochs = config.train.epochs
+    steps = config.train.steps if epochs is None else -(-epochs * samples // config.train.global_batch)
+    assert steps is not None  # noqa: S101 - load_config has seen to exactly one of steps and epochs
+    return steps
+
+
 def read_samples(config: Config, family: Family) -> tuple[Metadata, Metadata | None]:
     """The samples that are trained on and those that are held out; the model takes each at the size of the run.
 
@@ -224,46 +229,53 @@ def read_samples(config: Config, family: Family) -> tuple[Metadata, Metadata | N
     """
     data, validation = config.data, config.validation
     family.check_size(data.height, data.width, data.frames, where="data.")
-    metadata = read_metadata(data.metadata, data.root, family.inputs)
+    metadata = read_data(data, family.inputs)
     held_out = None
     if validation.fraction is not None:
         metadata, held_out = hold_out(metadata, validation.fraction, seed=config.seed, root=data.root)
     elif validation.metadata is not None:
-        held_out = read_metadata(validation.metadata, data.root, family.inputs, option="validation.metadata")
+        held_out = read_validation(validation.metadata, data, family.inputs)
     for rows in filter(None, (metadata, held_out)):
-        _check_samples(config, family, rows)
+        for row in rows.rows:
+            check_row(config, family, row)
     return metadata, held_out
 
 
-def _check_samples(config: Config, family: Family, metadata: Metadata) -> None:
-    """Refuse samples that the model cannot take."""
-    data = config.data
-    for row in metadata.rows:
-        where = f"{metadata.path}: row {row.number}: "
-        if is_image(row.media):
-            family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
-        family.check_given(row.inputs.keys(), where=where)
+def check_row(config: Config, family: Family, row: Row) -> None:
+    """Refuse a sample that the model cannot take.
+
+    Raises:
+        UserError: naming file and row.
+    """
+    data, where = config.data, f"{row.source}: row {row.number}: "
+    if row.is_picture:
+        family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
+    family.check_given(row.inputs.keys(), where=where)
 
 
-def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
-    """Refuse samples that a micro-batch cannot hold together, as they may have other shapes."""
+def check_batches(config: Config, family: Family, metadata: Metadata) -> None:
+    """Refuse samples that a micro-batch cannot hold together, as they may have other shapes.
+
+    Raises:
+        UserError: naming two rows that differ.
+    """
     if config.train.micro_batch == 1:
         return
-    pictures = [row for row in metadata.rows if is_image(row.media)]
+    pictures = [row for row in metadata.rows if row.is_picture]
     mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
     if mixed:
         raise UserError(
-            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.path} mixes "
+            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.label} mixes "
             f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
             "train.micro_batch=1 or data.frames=1"
         )
 
-    first, shapes = metadata.rows[0], _input_shapes(family, metadata, metadata.rows[0])
+    first, shapes = metadata.rows[0], _input_shapes(family, metadata.rows[0])
     for row in metadata.rows[1:]:
-        others = _input_shapes(family, metadata, row)
+        others = _input_shapes(family, row)
         if others != shapes:
             raise UserError(
-                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.path} "
+                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.label} "
                 f"pictures differ: row {first.number} has {_shown(shapes)}, row {row.number} {_shown(others)}; use "
                 "train.micro_batch=1, or pictures alike in number and aspect ratio"
             )
@@ -271,17 +283,17 @@ def _check_batches(config: Config, family: Family, metadata: Metadata) -> None:
         if given[0] != given[1]:
             names = [", ".join(sorted(columns)) or "none" for columns in given]
             raise UserError(
-                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.path} the "
+                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.label} the "
                 f"inputs differ: row {first.number} has {names[0]}, row {row.number} {names[1]}; use train.micro_batch=1"
             )
 
 
-def _input_shapes(family: Family, metadata: Metadata, row: Row) -> list[tuple[str, int, int]]:
+def _input_shapes(family: Family, row: Row) -> list[tuple[str, int, int]]:
     """Column, height and width of the pictures of any size that a row gives the model."""
     columns = [one.column for one in family.inputs if one.kind == "images"]
     found = []
     for column in columns:
-        where = f"{metadata.describe(row)}, {column}"
+        where = f"{row.describe()}, {column}"
         for file in row.inputs.get(column, ()):
             try:
                 found.append((column, *family.input_shape(picture_size(file, where=where))))
@@ -302,12 +314,13 @@ def _check_sequence(
         return
     check_heads(layout, source.config.get(family.heads_setting, variant.heads))
     data = config.data
-    pictures = any(is_image(row.media) for row in metadata.rows)
-    tokens = family.token_count(data.height, data.width, 1 if pictures else data.frames)
+    pictures = any(row.is_picture for row in metadata.rows)
+    shortest = 1 if pictures or data.short == "trim" else data.frames
+    tokens = family.token_count(data.height, data.width, shortest)
     if tokens < layout.sequence:
         raise UserError(
             f"layout.sequence: {layout.sequence} processes cannot share a sample of {tokens} tokens "
-            f"({data.width}x{data.height}{', a picture' if pictures else ''}); use at most {tokens}"
+            f"({data.width}x{data.height}{f', {shortest} frame' if shortest < data.frames else ''}); use at most {tokens}"
         )
 
 

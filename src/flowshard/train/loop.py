@@ -65,8 +65,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
 
-    if inputs.metadata.unused_columns:
-        say(f"{inputs.metadata.path}: unused columns: {', '.join(inputs.metadata.unused_columns)}")
+    for line in inputs.metadata.notes:
+        say(line)
 
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
