@@ -365,13 +365,13 @@ class Family(ABC):
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         """The stock pipeline of the variant, small and with random weights."""
 
-    def write_original(self, pipeline: Any, directory: Path) -> None:
-        """Write a pipeline as the publisher's files.
+    def write_original(self, pipeline: Any, directory: Path, variant: Variant) -> None:
+        """Write a pipeline of a variant as the publisher's files.
 
         Raises:
             UserError: there is no other format than the diffusers layout.
         """
-        del pipeline, directory
+        del pipeline, directory, variant
         raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
 
 

@@ -89,12 +89,14 @@ class Flux2(JointFamily):
     encoding_version = 1
 
     original_weights: ClassVar[str | None] = "flux2*.safetensors"
-    original_file = "flux2-dev.safetensors"
     original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
     encoder_classes = {"text_encoder": "Mistral3ForConditionalGeneration"}
     vae_class = "AutoencoderKLFlux2"
     landmark = "double_stream_modulation_img.linear.weight"
     published_settings = {"patch_size": 1, "axes_dims_rope": (32, 32, 32, 32), "rope_theta": 2000, "eps": 1e-6}
+
+    def original_file(self, variant: Variant) -> str:
+        return f"{variant.name.replace('flux.', 'flux')}.safetensors"
 
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         return flux2_sizes(tensors)

@@ -47,7 +47,6 @@ class FluxKontext(Flux):
         )
     }
     pipeline_class = "FluxKontextPipeline"
-    original_file = "flux1-kontext-dev.safetensors"
     inputs = (Input("kontext_images", "images"),)
 
     def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -242,7 +242,8 @@ class Wan(Family):
         """What the stock pipeline's call gets for these inputs of a clip of `frames` frames."""
         return {}
 
-    def write_original(self, pipeline: Any, directory: Path) -> None:
+    def write_original(self, pipeline: Any, directory: Path, variant: Variant) -> None:
+        del variant  # the files of all have the same names
         wan_files.write(pipeline, directory, self, self.original_type)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
