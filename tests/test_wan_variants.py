@@ -118,7 +118,7 @@ def test_a_picture_is_trained_as_text_to_image(ti2v: Case, tmp_path: Path, monke
     pipeline(prompt=PROMPT, guidance_scale=1.0, output_type="latent", **size)
     assert calls[1].arguments["timestep"].ndim == 2
     assert_same_calls(ti2v, calls, batch.conditions)
-    assert torch.equal(ti2v.family.learned(batch.latents), batch.latents)
+    assert torch.equal(ti2v.family.learned(batch.latents, batch.conditions), batch.latents)
 
 
 def test_our_processors_equal_the_stock_ones_on_one_process(case: Case, tmp_path: Path) -> None:
@@ -327,5 +327,5 @@ def test_every_layout_equals_one_process(
     data = (f"data.metadata={REPOSITORY / load_config(file).data.metadata}", "data.height=64", "data.width=64")
     own = METHODS["full"] if method == "full" else ()
     layouts = ["single", "zero3:2,activations=offload", "fsdp2:2", "sp:2"]
-    parity(options(tiny_models(name), layouts, *data, *own, config=str(file), steps=2))
+    parity(options(tiny_models(name), layouts, *data, *own, "train.global_batch=2", config=str(file), steps=2))
     assert "all layouts agree" in capsys.readouterr().out

@@ -76,6 +76,9 @@ class DataConfig(Section):
     """Frames of a clip: its first ones. A picture is a clip of one frame."""
     repeat: PositiveInt = 1
     """How many times an epoch goes through the metadata."""
+    input_dropout: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
+    """Share of samples that the model gets without the pictures of the metadata or of the clip, from the prompt alone. For
+    models that do without: FLUX.2 and Wan 2.2 TI2V."""
     cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
     a folder for the encoded samples, which several runs may share."""

@@ -92,6 +92,8 @@ class Family(ABC):
     there is one."""
     inputs: ClassVar[tuple[Input, ...]] = ()
     """What the models get besides the prompt."""
+    optional_conditions: ClassVar[tuple[str, ...]] = ()
+    """How the names of those conditions begin without which a sample is one without `inputs`; empty if there is no such."""
     text_inputs: ClassVar[tuple[str, ...]] = ()
     """Columns of those on which `encode_prompt` depends."""
     media_components: ClassVar[tuple[str, ...]]
@@ -336,7 +338,11 @@ class Family(ABC):
         """The repeated blocks, in the order of execution."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
-    def learned(self, latents: torch.Tensor) -> torch.Tensor:
+    def without_inputs(self, conditions: Tensors) -> Tensors:
+        """The conditions of a sample as those of one that has none of `inputs`; needs `optional_conditions`."""
+        return {name: one for name, one in conditions.items() if not name.startswith(self.optional_conditions)}
+
+    def learned(self, latents: torch.Tensor, conditions: Tensors) -> torch.Tensor:  # noqa: ARG002
         """The part of (batch, ...) latents that is predicted; the rest is given, and takes no part in the loss."""
         return latents
 

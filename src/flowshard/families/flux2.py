@@ -13,7 +13,7 @@ from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tok
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import prompt_length
-from flowshard.families.joint import JointFamily, grids, join_grids, stack_references, to_grid
+from flowshard.families.joint import REFERENCE, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Flux2(JointFamily):
     }
     pipeline_class = "Flux2Pipeline"
     inputs = (Input("edit_image", "images", required=False, several=True),)
+    optional_conditions = (REFERENCE,)
     transformer_class = "Flux2Transformer2DModel"
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = False

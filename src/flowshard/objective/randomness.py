@@ -25,6 +25,19 @@ def noise(seed: int, *, step: int, position: int, shape: torch.Size) -> torch.Te
     return torch.randn(shape, generator=generator(seed, "noise", step, position))
 
 
+def is_dropped(seed: int, what: str, *, step: int, position: int, rate: float) -> bool:
+    """Whether a sample goes without something that is left out at that rate.
+
+    Args:
+        seed: the run's seed.
+        what: is left out; each has draws of its own.
+        step: the optimizer update, from 0.
+        position: the sample's place in the global batch.
+        rate: in [0, 1).
+    """
+    return float(torch.rand((), dtype=torch.float64, generator=generator(seed, what, step, position))) < rate
+
+
 def quantiles(seed: int, *, step: int, global_batch: int, stratified: bool) -> torch.Tensor:
     """Uniform draws that decide the noise levels of one global batch.
 

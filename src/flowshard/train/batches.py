@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from flowshard.data.media import is_image
 from flowshard.data.metadata import Row
 from flowshard.data.order import global_batch
 from flowshard.families.base import Family
-from flowshard.objective.randomness import noise, quantiles
+from flowshard.objective.randomness import is_dropped, noise, quantiles
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.layout import Layout
 
@@ -58,6 +58,7 @@ class StepBatches:
         self._family = family
         self._seed = config.seed
         self._train = config.train
+        self._input_dropout = config.data.input_dropout
         self._stratified = config.objective.stratified
         self._positions = layout.positions(config.train.global_batch)
         self._levels = levels
@@ -77,8 +78,18 @@ class StepBatches:
         weights = self._levels.weights(sigmas)
         for start in self._positions[::micro]:
             positions = slice(start, start + micro)
-            samples = [self._dataset[index] for index in indices[positions]]
+            samples = [
+                self._with_dropout(step, start + offset, self._dataset[index])
+                for offset, index in enumerate(indices[positions])
+            ]
             yield self._assemble(step, start, samples, sigmas[positions], weights[positions])
+
+    def _with_dropout(self, step: int, position: int, sample: Sample) -> Sample:
+        """The sample, or the sample without inputs."""
+        rate = self._input_dropout
+        if rate and is_dropped(self._seed, "input dropout", step=step, position=position, rate=rate):
+            return replace(sample, conditions=self._family.without_inputs(sample.conditions))
+        return sample
 
     def largest_micro_batch(self) -> MicroBatch:
         """A micro-batch of the largest samples that there are, to plan memory with."""

@@ -41,6 +41,7 @@ _FIXED = (
     "data.width",
     "data.frames",
     "data.repeat",
+    "data.input_dropout",
     "train.method",
     "train.global_batch",
     "train.optimizer",
