@@ -312,14 +312,9 @@ def test_the_example_starts_with_the_published_model(name: str, tmp_path: Path, 
     assert inputs.shift == variant.scheduler["flow_shift"]
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if (name, method) == ("wan2.1-vace-1.3b", "full") else pytest.mark.slow)
-        for name in VARIANTS
-        for method in METHODS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_layout_equals_one_process(
     tiny_models: TinyModels, name: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
