@@ -169,6 +169,10 @@ class Family(ABC):
                 return key
         return None
 
+    def other_kind(self, config: Mapping[str, Any]) -> str | None:  # noqa: ARG002
+        """What a transformer with this config is, if it is of the series and of a kind for which there is no family."""
+        return None
+
     def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""
         return {key: min(layers, config.get(key, layers)) for key in self.block_lists.values()}

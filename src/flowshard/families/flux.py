@@ -45,7 +45,7 @@ class Flux(JointFamily):
                 "black-forest-labs/FLUX.1-dev",
                 heads=24,
                 scheduler=SCHEDULER,
-                sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=3.5),
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=3.5),
             ),
             Variant(
                 "flux.1-krea-dev",

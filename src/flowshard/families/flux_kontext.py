@@ -43,7 +43,7 @@ class FluxKontext(Flux):
             "black-forest-labs/FLUX.1-Kontext-dev",
             heads=24,
             scheduler=SCHEDULER,
-            sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=2.5),
+            sampling=Sampling(height=1024, width=1024, frames=1, steps=30, guidance=2.5),
         )
     }
     pipeline_class = "FluxKontextPipeline"

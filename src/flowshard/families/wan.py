@@ -103,6 +103,9 @@ class Wan(Family):
     """What the publisher's config calls these models."""
     landmark = "condition_embedder.time_embedder.linear_1.weight"
 
+    def other_kind(self, config: Mapping[str, Any]) -> str | None:
+        return wan_files.other_kind(config)
+
     def own_parts(self, source: ModelSource) -> dict[str, Any]:
         """No second transformer, unless it is given."""
         del source

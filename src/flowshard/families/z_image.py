@@ -63,7 +63,7 @@ class ZImage(ImageFamily):
                 "Tongyi-MAI/Z-Image-Turbo",
                 heads=30,
                 scheduler={"use_dynamic_shifting": False, "shift": 3.0},
-                sampling=Sampling(height=1024, width=1024, frames=1, steps=9, guidance=0.0),
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=8, guidance=0.0),
                 known_by={"shift": 3.0},
             ),
             Variant(

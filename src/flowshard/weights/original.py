@@ -324,10 +324,17 @@ def _refuse_other_kind(
             return
     file = next(iter(tensors.values())).file
     names = " or ".join(name for one in kinds for name in one.variants)
+    fix = f"it is of {names}: give other files or change model.variant" if names else "give other files"
     raise UserError(
         f"{option}: {file} has {mark} {config.get(mark)}, which {variant.name} has not; "
-        + (f"it is of {names}: give other files or change model.variant" if names else "give other files")
+        + (other_kind_message(family, config) or fix)
     )
+
+
+def other_kind_message(family: Family, config: Mapping[str, Any]) -> str | None:
+    """What to say of a transformer of a kind for which there is no family, if it is such a one."""
+    kind = family.other_kind(config)
+    return kind and f"it is of {kind}, for which diffusers has no pipeline; give other files"
 
 
 def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
