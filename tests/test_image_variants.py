@@ -183,10 +183,11 @@ def test_generate_with_pictures_equals_the_stock_pipeline(
     assert Image.open(file).size == (32, 32)
 
 
-def test_a_trained_lora_loads_into_the_stock_pipeline(case: EditCase, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_what_was_trained_loads_into_the_stock_pipeline(case: EditCase, tmp_path: Path, method: str) -> None:
     more = ["clip_1.mp4", "clip_2.mp4"][: PICTURES[case.variant]]
     rows: list[dict[str, Any]] = [{case.column: more}, {case.column: more[0]}]
-    learning = ("train.learning_rate=1e-2", "train.steps=2", "train.global_batch=2")
+    learning = ("train.learning_rate=1e-2", "train.steps=2", "train.global_batch=2", f"train.method={method}")
     inputs = check_inputs(run_config(case.folder, case.variant, tmp_path, rows, *learning))
     keeper = test_families._Keeper()
     checkpoint = train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), keeper)
@@ -196,13 +197,18 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(case: EditCase, tmp_path: 
         with torch.no_grad():
             return case.family.denoise(model, case.noise(1), torch.tensor([0.6]), case.conditions(PROMPTS[0]))
 
+    trained = predict(keeper.model.eval())
+    assert relative_error(trained, predict(case.pipeline.transformer)) > 1e-3
+    if method == "full":
+        loaded = type(case.pipeline.transformer).from_pretrained(checkpoint / "transformer")
+        whole = type(case.pipeline).from_pretrained(case.folder, transformer=loaded)
+        assert relative_error(predict(whole.transformer), trained) <= 1e-6
+        return
     exported = tmp_path / "exported.safetensors"
     assert main(["export", str(checkpoint), "--format", "diffusers", "--output", str(exported)]) == 0
     pipeline = DiffusionPipeline.from_pretrained(case.folder)
     pipeline.load_lora_weights(str(tmp_path), weight_name=exported.name)
-    trained = predict(keeper.model.eval())
     assert relative_error(predict(pipeline.transformer), trained) <= 1e-5
-    assert relative_error(trained, predict(case.pipeline.transformer)) > 1e-3
 
 
 def test_published_processors_are_read_without_torchvision(tiny_models: TinyModels, tmp_path: Path) -> None:
@@ -245,12 +251,15 @@ def test_published_processors_are_read_without_torchvision(tiny_models: TinyMode
     "variant", ["z-image", *(pytest.param(name, marks=pytest.mark.slow) for name in (*TEXT_ONLY[:2], *OTHERS))]
 )
 def test_a_variant_without_pictures_trains_and_generates(tiny_models: TinyModels, tmp_path: Path, variant: str) -> None:
-    checkpoint = runs.run(run_config(tiny_models(variant), variant, tmp_path, [{}], "train.steps=1"))
     output = tmp_path / "x.png"
     size = ["--height", "32", "--width", "32", "--steps", "2", "--device", "cpu"]
-    own = ["--model", str(tiny_models(variant)), "--lora", str(checkpoint), "--prompt", "x", "--output", str(output)]
-    assert main(["generate", *own, *size]) == 0
-    assert Image.open(output).size == (32, 32)
+    for method, trained in (("lora", "--lora"), ("full", "--weights")):
+        own = ("train.steps=1", f"train.method={method}")
+        checkpoint = runs.run(run_config(tiny_models(variant), variant, tmp_path / method, [{}], *own))
+        model = ["--model", str(tiny_models(variant)), trained, str(checkpoint), "--prompt", "x"]
+        assert main(["generate", *model, *size, "--output", str(output)]) == 0
+        assert Image.open(output).size == (32, 32)
+        output.unlink()
 
 
 def test_pictures_and_sample_are_divided_together(tiny_models: TinyModels) -> None:

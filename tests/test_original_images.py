@@ -30,6 +30,7 @@ from flowshard.weights.files import TensorInfo, read_header
 from flowshard.weights.fused import original_tensors
 from flowshard.weights.load import build_model
 from tests import runs
+from tests.pictures import pictures
 from tests.test_layouts_agree import options
 
 TinyModels = Callable[[str], Path]
@@ -39,6 +40,8 @@ LISTS = {  # as DiffSynth-Studio's command lines have them
     "flux.2-dev": ["flux2-dev.safetensors", "text_encoder/*.safetensors", "ae.safetensors"],
     "qwen-image": [SHARDS, "text_encoder/model*.safetensors", "vae/diffusion_pytorch_model.safetensors"],
     "z-image-turbo": [SHARDS, "text_encoder/*.safetensors", "vae/diffusion_pytorch_model.safetensors"],
+    "qwen-image-edit-2511": [SHARDS, "text_encoder/model*.safetensors", "vae/diffusion_pytorch_model.safetensors", "processor"],
+    "flux.2-klein-base-4b": ["flux-2-klein-base-4b.safetensors", "text_encoder/*.safetensors", "vae/diffusion_pytorch_model.safetensors"],
 }  # fmt: skip
 IMAGES = tuple(LISTS)
 
@@ -92,8 +95,14 @@ def test_every_component_equals_that_of_the_diffusers_folder(
         elif name.startswith("tokenizer"):
             text = "A rabbit; 3 of them"
             assert found(text)["input_ids"] == expected(text)["input_ids"]
+        elif name == "processor":
+            assert type(found) is type(expected)
+            given = {"text": [f"{found.image_token} A rabbit"], "images": pictures()[:1], "return_tensors": "pt"}
+            for one, other in zip(found(**given).values(), expected(**given).values(), strict=True):
+                assert torch.equal(one, other)
         elif name == "scheduler":
             assert _settings(found.config) == _settings(expected.config)
+    assert ours.config.get("is_distilled") == theirs.config.get("is_distilled")
     for key in ("scaling_factor", "shift_factor", "latents_mean", "batch_norm_eps"):
         assert ours.vae.config.get(key) == theirs.vae.config.get(key)
 
@@ -140,7 +149,7 @@ def _random_pipeline(variant: str, folder: Path) -> Any:
         for model in (pipeline.transformer, pipeline.vae):
             for value in model.state_dict().values():
                 value.copy_(torch.rand(value.shape))
-    family.write_original(pipeline, folder)
+    family.write_original(pipeline, folder, row)
     return pipeline
 
 
@@ -199,7 +208,8 @@ def test_whole_weights_are_exported(
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow if "flux" in name else []) for name in IMAGES]
+    "variant",
+    [pytest.param(name, marks=pytest.mark.slow if "flux" in name or "edit" in name else []) for name in IMAGES],
 )
 def test_training_from_a_list_is_that_from_the_diffusers_folder(
     tiny_models: TinyModels, originals: TinyModels, clips: Path, tmp_path: Path, variant: str
@@ -207,7 +217,9 @@ def test_training_from_a_list_is_that_from_the_diffusers_folder(
     losses = []
     paths = [str(originals(variant) / entry) for entry in LISTS[variant]]
     for name, more in (("a", []), ("b", [f"model.path={json.dumps(paths)}", "model.variant=null"])):
-        fixed = (f"model.variant={variant}", "data.frames=1", "train.steps=2", "train.learning_rate=1e-2")
+        fixed = [f"model.variant={variant}", "data.frames=1", "train.steps=2", "train.learning_rate=1e-2"]
+        if any(one.required for one in find_variant(variant, option="")[0].inputs):  # at the published sizes
+            fixed += [f"data.metadata={clips / 'metadata_edit.json'}", "train.global_batch=1", "model.layers=1"]
         config = runs.config(tiny_models(variant), clips, tmp_path / name, *fixed, *more)
         runs.run(config)
         losses.append([line["loss"] for line in runs.metrics(config)])
@@ -236,6 +248,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # the config.json of each repository, 
     "flux.2-dev": {"num_layers": 1, "num_single_layers": 2},
     "qwen-image": {"num_layers": 2},
     "z-image-turbo": {"n_layers": 2, "axes_lens": [1536, 512, 512]},
+    "qwen-image-edit-2511": {"num_layers": 2, "zero_cond_t": True},
+    "flux.2-klein-base-4b": {
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 7680,
+        "guidance_embeds": False,
+    },
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,3 +362,37 @@ def test_clips_are_generated_with_both_transformers(
     assert (
         "--model: wan2.2-t2v-a14b has two transformers, which single files do not tell apart" in capsys.readouterr().err
     )
+
+
+def test_fun_control_is_refused_by_name(tiny_models: TinyModels, originals: TinyModels, tmp_path: Path) -> None:
+    """Which has the channels of a control clip and of a picture besides those of the noisy clip."""
+    folder = _linked(originals("wan2.1-t2v-1.3b"), tmp_path / "fun")
+    tensors = load_file(folder / FILE)
+    tensors["patch_embedding.weight"] = tensors["patch_embedding.weight"].repeat(1, 3, 1, 1, 1)
+    config = json.loads((folder / "config.json").read_text())
+    for name in (FILE, "config.json"):
+        (folder / name).unlink()
+    save_file(tensors, folder / FILE)
+    (folder / "config.json").write_text(json.dumps({**config, "in_dim": 48}))
+    known = "it is of Wan Fun Control, for which diffusers has no pipeline"
+    for variant, mark in (("wan2.1-t2v-1.3b", "in_channels 48"), ("wan2.2-ti2v-5b", "out_channels 16")):
+        with pytest.raises(UserError, match=f"has {mark}, which {variant} has not; {known}"):
+            _source(variant, folder)
+    with pytest.raises(UserError, match=f"model.path: .*fun: {known}"):
+        _recognised(folder)
+    stock = Path(shutil.copytree(tiny_models("wan2.1-t2v-1.3b"), tmp_path / "stock"))
+    settings = json.loads((stock / "transformer" / "config.json").read_text())
+    (stock / "transformer" / "config.json").write_text(json.dumps({**settings, "in_channels": 48}))
+    with pytest.raises(UserError, match=f"has in_channels 48, which wan2.1-t2v-1.3b has not; {known}"):
+        _source("wan2.1-t2v-1.3b", stock)
+
+
+def test_fun_inp_is_read_as_image_to_video(tmp_path: Path) -> None:
+    """Which has the inputs of Wan 2.1 I2V and, in one size, fewer heads."""
+    variant = "wan2.1-i2v-14b-480p"
+    family, row = find_variant(variant, option="")
+    pipeline = family.tiny_pipeline(replace(row, heads=12), seed=0)
+    family.write_original(pipeline, tmp_path, row)
+    found, report = flowshard.load(variant, tmp_path, dtype=torch.float32)
+    assert found.config["num_attention_heads"] == 12 and not report.missing and not report.unexpected
+    _assert_same(found.eval(), pipeline.transformer)

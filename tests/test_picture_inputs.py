@@ -23,8 +23,8 @@ from flowshard.train.inputs import check_inputs
 from flowshard.weights.source import recognise_variant
 from tests import runs
 from tests.conftest import REPOSITORY
-from tests.pictures import NEW, REQUIRED, TinyModels, run_config, shrink_references
-from tests.test_layouts_agree import options
+from tests.pictures import NEW, OTHERS, REQUIRED, TEXT_ONLY, TinyModels, run_config, shrink_references
+from tests.test_layouts_agree import METHODS, options
 
 
 def test_prompts_are_cached_with_the_pictures_that_they_were_read_with(
@@ -174,14 +174,14 @@ def test_references_have_the_published_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant", ["qwen-image-edit", "qwen-image-edit-2511", "flux.1-kontext-dev", "flux.2-klein-9b"]
-)
-def test_layouts_agree(tiny_models: TinyModels, variant: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", [name for name in NEW if name not in OTHERS])
+def test_layouts_agree(tiny_models: TinyModels, variant: str, method: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At the published sizes of references, so with thousands of tokens."""
-    layouts = ["single", "zero3:2,activations=offload", "sp:2"]
-    data = [f"data.metadata={REPOSITORY / 'examples/data/bunny/metadata_edit.json'}", "data.frames=1"]
+    layouts = ["single", "zero3:2,activations=offload", "fsdp2:2", "sp:2"]
+    file = "metadata.csv" if variant in TEXT_ONLY else "metadata_edit.json"
+    data = [f"data.metadata={REPOSITORY / 'examples/data/bunny' / file}", "data.frames=1"]
     small = ["data.height=64", "data.width=48", "model.layers=1", "lora.targets=null", "train.global_batch=2"]
-    own = [f"model.variant={variant}", *data, *small]
+    own = [f"model.variant={variant}", *data, *small, *(METHODS["full"] if method == "full" else ())]
     parity(options(tiny_models(variant), layouts, *own, steps=2))
     assert "all layouts agree" in capsys.readouterr().out

@@ -88,9 +88,7 @@ def test_short_clips_are_repeated(tiny: Path, clips: Path, data: Path) -> None:
     inputs = _inputs(tiny, clips, data, "data.short=repeat", "data.frames=29")
     frames = decode(inputs.metadata.rows[0], inputs.config.data, inputs.family, seed=0)
     assert len(frames) == 29
-    shorter = decode(_inputs(tiny, clips, data, "data.frames=5").metadata.rows[0], inputs.config.data, inputs.family, seed=0)
-    assert (frames[:5] == shorter[:5]).all()
-    assert (frames[28] == frames[27]).all()
+    assert (frames[9] == frames[28]).all()
     assert (frames[4] != frames[28]).any()
 
 

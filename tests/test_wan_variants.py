@@ -26,7 +26,7 @@ from tests import runs
 from tests.conftest import REPOSITORY
 from tests.runs import relative_error
 from tests.test_families import Undivided, _assert_equal_gradients, _Keeper
-from tests.test_layouts_agree import options
+from tests.test_layouts_agree import METHODS, options
 from tests.wan_variants import (
     FRAMES,
     HEIGHT,
@@ -118,7 +118,7 @@ def test_a_picture_is_trained_as_text_to_image(ti2v: Case, tmp_path: Path, monke
     pipeline(prompt=PROMPT, guidance_scale=1.0, output_type="latent", **size)
     assert calls[1].arguments["timestep"].ndim == 2
     assert_same_calls(ti2v, calls, batch.conditions)
-    assert torch.equal(ti2v.family.learned(batch.latents), batch.latents)
+    assert torch.equal(ti2v.family.learned(batch.latents, batch.conditions), batch.latents)
 
 
 def test_our_processors_equal_the_stock_ones_on_one_process(case: Case, tmp_path: Path) -> None:
@@ -246,9 +246,10 @@ def test_generate_equals_the_stock_pipeline(
         assert "--guidance-low: " in capsys.readouterr().err
 
 
-def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_was_trained_loads_into_the_stock_pipeline(case: Case, tmp_path: Path, method: str) -> None:
     expert = [] if case.variant.experts is None else ["model.expert=low"]
-    run = (*expert, "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
+    run = (*expert, f"train.method={method}", "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
     inputs = check_inputs(case.config(tmp_path / "run", *run))
     keeper = _Keeper()
     checkpoint = train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), keeper)
@@ -262,10 +263,20 @@ def test_a_trained_lora_loads_into_the_stock_pipeline(case: Case, tmp_path: Path
 
     model = pipeline.transformer_2 if expert else pipeline.transformer
     base, trained = predict(model), predict(keeper.model.eval())
-    where = {"load_into_transformer_2": True} if expert else {}
-    pipeline.load_lora_weights(str(checkpoint), weight_name="lora.safetensors", **where)
     assert relative_error(trained, base) > 1e-3
-    assert relative_error(predict(model), trained) <= 1e-5
+    if method == "lora":
+        where = {"load_into_transformer_2": True} if expert else {}
+        pipeline.load_lora_weights(str(checkpoint), weight_name="lora.safetensors", **where)
+        assert relative_error(predict(model), trained) <= 1e-5
+        return
+    component = "transformer_2" if expert else "transformer"
+    loaded = type(model).from_pretrained(checkpoint / "transformer")
+    whole = type(pipeline).from_pretrained(case.folder, **{component: loaded})
+    assert relative_error(predict(getattr(whole, component)), trained) <= 1e-6
+    # Nothing is left as it was, so that no parameter was passed over.
+    before, after = model.state_dict(), loaded.state_dict()
+    assert after.keys() == before.keys()
+    assert [name for name in before if torch.equal(after[name], before[name])] == []
 
 
 def test_the_branch_of_vace_can_be_trained_alone(tiny_models: TinyModels, data: Path, tmp_path: Path) -> None:
@@ -302,12 +313,14 @@ def test_the_example_starts_with_the_published_model(name: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_layout_equals_one_process(
-    tiny_models: TinyModels, name: str, capsys: pytest.CaptureFixture[str]
+    tiny_models: TinyModels, name: str, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = REPOSITORY / "examples" / f"{name}_lora.yaml"
     data = (f"data.metadata={REPOSITORY / str(load_config(file).data.metadata)}", "data.height=64", "data.width=64")
-    layouts = ["single", "zero3:2,activations=offload", "sp:2"]
-    parity(options(tiny_models(name), layouts, *data, config=str(file), steps=2))
+    own = METHODS["full"] if method == "full" else ()
+    layouts = ["single", "zero3:2,activations=offload", "fsdp2:2", "sp:2"]
+    parity(options(tiny_models(name), layouts, *data, *own, "train.global_batch=2", config=str(file), steps=2))
     assert "all layouts agree" in capsys.readouterr().out

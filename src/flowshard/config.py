@@ -105,6 +105,9 @@ class DataConfig(Section):
     """Text that every caption begins with, for example a word that is to stand for what is trained."""
     caption_dropout: Annotated[float, Number, Field(ge=0, le=1)] = 0.0
     """Part of the samples that are trained with an empty caption, drawn anew at every step."""
+    input_dropout: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
+    """Share of samples that the model gets without the pictures of the metadata or of the clip, from the prompt alone. For
+    models that do without: FLUX.2 and Wan 2.2 TI2V."""
     cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
     a folder for the encoded samples, which several runs may share."""

@@ -17,6 +17,11 @@ def derive_seed(seed: int, purpose: str, *keys: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
+def uniform(seed: int, purpose: str, *keys: int | str) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments; they are those of `derive_seed`."""
+    return (derive_seed(seed, purpose, *keys) >> 10) / 2**53  # the upper 53 bits, all of which a float holds
+
+
 @contextmanager
 def isolated_rng(seed: int, purpose: str, *keys: int | str) -> Iterator[None]:
     """Run code of other libraries that draws from torch's global CPU generator, without reading or advancing it."""

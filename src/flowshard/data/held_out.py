@@ -6,10 +6,7 @@ from pathlib import Path
 
 from flowshard.data.metadata import Metadata
 from flowshard.errors import UserError
-from flowshard.seeds import derive_seed
-
-_SEEDS = 2**63
-"""As many as `derive_seed` may give."""
+from flowshard.seeds import uniform
 
 
 def hold_out(metadata: Metadata, fraction: float, *, seed: int, root: str | None) -> tuple[Metadata, Metadata]:
@@ -28,7 +25,7 @@ def hold_out(metadata: Metadata, fraction: float, *, seed: int, root: str | None
         UserError: one side would be empty.
     """
     names = [Path(os.path.relpath(row.media, root or _folder(row.source))).as_posix() for row in metadata.rows]
-    chosen = [derive_seed(seed, "held-out rows", name) < fraction * _SEEDS for name in names]
+    chosen = [uniform(seed, "held-out rows", name) < fraction for name in names]
     for side, what, fix in ((False, "all", "lower"), (True, "none", "raise")):
         if side not in chosen:
             raise UserError(

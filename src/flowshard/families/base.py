@@ -92,6 +92,8 @@ class Family(ABC):
     there is one."""
     inputs: ClassVar[tuple[Input, ...]] = ()
     """What the models get besides the prompt."""
+    optional_conditions: ClassVar[tuple[str, ...]] = ()
+    """How the names of those conditions begin without which a sample is one without `inputs`; empty if there is no such."""
     text_inputs: ClassVar[tuple[str, ...]] = ()
     """Columns of those on which `encode_prompt` depends."""
     media_components: ClassVar[tuple[str, ...]]
@@ -165,6 +167,10 @@ class Family(ABC):
             found = config.get(key)
             if (found is not None) != wanted if isinstance(wanted, bool) else found != wanted:
                 return key
+        return None
+
+    def other_kind(self, config: Mapping[str, Any]) -> str | None:  # noqa: ARG002
+        """What a transformer with this config is, if it is of the series and of a kind for which there is no family."""
         return None
 
     def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -336,7 +342,11 @@ class Family(ABC):
         """The repeated blocks, in the order of execution."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
-    def learned(self, latents: torch.Tensor) -> torch.Tensor:
+    def without_inputs(self, conditions: Tensors) -> Tensors:
+        """The conditions of a sample as those of one that has none of `inputs`; needs `optional_conditions`."""
+        return {name: one for name, one in conditions.items() if not name.startswith(self.optional_conditions)}
+
+    def learned(self, latents: torch.Tensor, conditions: Tensors) -> torch.Tensor:  # noqa: ARG002
         """The part of (batch, ...) latents that is predicted; the rest is given, and takes no part in the loss."""
         return latents
 
@@ -373,13 +383,13 @@ class Family(ABC):
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         """The stock pipeline of the variant, small and with random weights."""
 
-    def write_original(self, pipeline: Any, directory: Path) -> None:
-        """Write a pipeline as the publisher's files.
+    def write_original(self, pipeline: Any, directory: Path, variant: Variant) -> None:
+        """Write a pipeline of a variant as the publisher's files.
 
         Raises:
             UserError: there is no other format than the diffusers layout.
         """
-        del pipeline, directory
+        del pipeline, directory, variant
         raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
 
 

@@ -45,7 +45,7 @@ class Flux(JointFamily):
                 "black-forest-labs/FLUX.1-dev",
                 heads=24,
                 scheduler=SCHEDULER,
-                sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=3.5),
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=3.5),
             ),
             Variant(
                 "flux.1-krea-dev",
@@ -104,13 +104,15 @@ class Flux(JointFamily):
     encoding_version = 1
 
     original_weights = "flux1*.safetensors"
-    original_file = "flux1-dev.safetensors"
     original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
     encoder_classes = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
     vae_class = "AutoencoderKL"
     vae_settings = FLUX_VAE
     landmark = "time_text_embed.text_embedder.linear_1.weight"
     published_settings = {"patch_size": 1, "axes_dims_rope": (16, 56, 56)}
+
+    def original_file(self, variant: Variant) -> str:
+        return f"{variant.name.replace('flux.', 'flux')}.safetensors"
 
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         return flux_sizes(tensors)

@@ -13,7 +13,7 @@ from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tok
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import prompt_length
-from flowshard.families.joint import JointFamily, grids, join_grids, stack_references, to_grid
+from flowshard.families.joint import REFERENCE, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Flux2(JointFamily):
     }
     pipeline_class = "Flux2Pipeline"
     inputs = (Input("edit_image", "images", required=False, several=True),)
+    optional_conditions = (REFERENCE,)
     transformer_class = "Flux2Transformer2DModel"
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = False
@@ -89,12 +90,14 @@ class Flux2(JointFamily):
     encoding_version = 1
 
     original_weights: ClassVar[str | None] = "flux2*.safetensors"
-    original_file = "flux2-dev.safetensors"
     original_parts = parts(*text_components, vae=(VAE_FILE, "vae"))
     encoder_classes = {"text_encoder": "Mistral3ForConditionalGeneration"}
     vae_class = "AutoencoderKLFlux2"
     landmark = "double_stream_modulation_img.linear.weight"
     published_settings = {"patch_size": 1, "axes_dims_rope": (32, 32, 32, 32), "rope_theta": 2000, "eps": 1e-6}
+
+    def original_file(self, variant: Variant) -> str:
+        return f"{variant.name.replace('flux.', 'flux')}.safetensors"
 
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         return flux2_sizes(tensors)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux2 import SCHEDULER, Flux2
+from flowshard.families.image_files import VAE_FILE, parts
 
 _BASE = Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0)
 _DISTILLED = Sampling(height=1024, width=1024, frames=1, steps=4, guidance=1.0)
@@ -31,7 +32,15 @@ class Flux2Klein(Flux2):
         )
     }
     pipeline_class = "Flux2KleinPipeline"
-    original_weights: ClassVar[str | None] = None
+    original_weights: ClassVar[str | None] = "flux-2-klein*.safetensors"
+    original_parts = parts(*Flux2.text_components, vae=("vae", VAE_FILE))
+    encoder_classes = {"text_encoder": "Qwen3ForCausalLM"}
+
+    def pipeline_settings(self, variant: Variant) -> dict[str, Any]:
+        return dict(variant.known_by)
+
+    def original_file(self, variant: Variant) -> str:
+        return f"{variant.name.replace('.', '-')}.safetensors"
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from flowshard.families import tiny, tiny_encoders

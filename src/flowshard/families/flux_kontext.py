@@ -43,11 +43,10 @@ class FluxKontext(Flux):
             "black-forest-labs/FLUX.1-Kontext-dev",
             heads=24,
             scheduler=SCHEDULER,
-            sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=2.5),
+            sampling=Sampling(height=1024, width=1024, frames=1, steps=30, guidance=2.5),
         )
     }
     pipeline_class = "FluxKontextPipeline"
-    original_file = "flux1-kontext-dev.safetensors"
     inputs = (Input("kontext_images", "images"),)
 
     def input_shape(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -34,8 +34,6 @@ class ImageFamily(Family):
     """Of the VAE, in diffusers."""
     vae_settings: ClassVar[Mapping[str, Any]] = {}
     """What a VAE's weights do not say of its config."""
-    original_file: ClassVar[str]
-    """Where `write_original` puts the transformer's weights."""
     published_settings: ClassVar[Mapping[str, Any]]
     """What a transformer's weights do not say of its config, in the published models."""
 
@@ -45,6 +43,10 @@ class ImageFamily(Family):
         Raises:
             KeyError: one is missing.
         """
+        raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
+
+    def original_file(self, variant: Variant) -> str:
+        """The publisher's file of a variant's transformer, where `write_original` puts it; needed with `original_weights`."""
         raise NotImplementedError(f"{self.name} has no files but those in the diffusers layout")
 
     def check_size(self, height: int, width: int, frames: int, *, where: str) -> None:
@@ -80,7 +82,10 @@ class ImageFamily(Family):
 
         import diffusers
 
+        parts = {**self.own_parts(source), **parts}
         for name, place in source.parts.items():
+            if name in parts:
+                continue
             if name in self.encoder_classes:
                 parts[name] = image_files.load_encoder(place, self.encoder_classes[name], dtype)
             elif name == "vae":
@@ -88,16 +93,17 @@ class ImageFamily(Family):
             else:
                 parts[name] = image_files.load_tokenizer(place)
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**source.scheduler)
-        return getattr(diffusers, self.pipeline_class)(scheduler=scheduler, transformer=transformer, **parts)
+        return getattr(diffusers, self.pipeline_class)(
+            scheduler=scheduler, transformer=transformer, **source.pipeline, **parts
+        )
 
-    def write_original(self, pipeline: Any, directory: Path) -> None:
+    def write_original(self, pipeline: Any, directory: Path, variant: Variant) -> None:
         if self.original_weights is None:
-            super().write_original(pipeline, directory)
+            super().write_original(pipeline, directory, variant)
         vae_file = self.original_parts["vae"][0] == image_files.VAE_FILE
         folders = [name for name in self.original_parts if name != "vae" or not vae_file]
-        image_files.write(
-            pipeline, directory, weights=self.original_file, names=self.names, folders=folders, vae_file=vae_file
-        )
+        file = self.original_file(variant)
+        image_files.write(pipeline, directory, weights=file, names=self.names, folders=folders, vae_file=vae_file)
 
     @staticmethod
     def sample(pipeline: Any, arguments: Mapping[str, Any], **own: Any) -> np.ndarray:

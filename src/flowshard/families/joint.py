@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 Rotate = Callable[..., "torch.Tensor"]
 """Applies rotary tables to (batch, tokens, heads, size)."""
 
-
-_REFERENCE = "reference."
+REFERENCE = "reference."
 """Conditions have the latents of each reference picture under this name and its place."""
 
 
@@ -37,7 +36,7 @@ class JointFamily(ImageFamily):
     def encode_inputs(self, encoders: Any, frames: np.ndarray, inputs: Inputs) -> Tensors:  # noqa: ARG002
         pictures = [picture for one in self.inputs for picture in inputs.get(one.column, ())]
         return {
-            f"{_REFERENCE}{place}": self.encode_reference(encoders, picture).float().cpu().contiguous()
+            f"{REFERENCE}{place}": self.encode_reference(encoders, picture).float().cpu().contiguous()
             for place, picture in enumerate(pictures)
         }
 
@@ -50,7 +49,7 @@ class JointFamily(ImageFamily):
         return height * width
 
     def reference_tokens(self, conditions: Tensors) -> int:
-        return sum(t.shape[2] * t.shape[3] for name, t in conditions.items() if name.startswith(_REFERENCE))
+        return sum(t.shape[2] * t.shape[3] for name, t in conditions.items() if name.startswith(REFERENCE))
 
 
 def stack_references(conditions: Sequence[Tensors]) -> Tensors:
@@ -61,7 +60,7 @@ def stack_references(conditions: Sequence[Tensors]) -> Tensors:
     """
     import torch
 
-    each = [{name: one[name] for name in one if name.startswith(_REFERENCE)} for one in conditions]
+    each = [{name: one[name] for name in one if name.startswith(REFERENCE)} for one in conditions]
     shapes = [{name: tensor.shape for name, tensor in one.items()} for one in each]
     if any(shape != shapes[0] for shape in shapes):
         raise UserError(
@@ -73,8 +72,8 @@ def stack_references(conditions: Sequence[Tensors]) -> Tensors:
 
 def grids(noisy: torch.Tensor, conditions: Tensors) -> list[torch.Tensor]:
     """Latents of the sample and, in order, of its reference pictures, each (batch, channels, height, width)."""
-    count = sum(name.startswith(_REFERENCE) for name in conditions)
-    return [noisy, *(conditions[f"{_REFERENCE}{place}"] for place in range(count))]
+    count = sum(name.startswith(REFERENCE) for name in conditions)
+    return [noisy, *(conditions[f"{REFERENCE}{place}"] for place in range(count))]
 
 
 def join_grids(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -46,6 +46,7 @@ class QwenImage(JointFamily):
                 heads=24,
                 scheduler=SCHEDULER,
                 sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
+                known_by={"zero_cond_t": False},
             ),
             Variant(
                 "qwen-image-2512",
@@ -53,6 +54,7 @@ class QwenImage(JointFamily):
                 heads=24,
                 scheduler=SCHEDULER,
                 sampling=Sampling(height=1328, width=1328, frames=1, steps=50, guidance=4.0),
+                known_by={"zero_cond_t": False},
             ),
         )
     }
@@ -83,13 +85,16 @@ class QwenImage(JointFamily):
     remembering = ("pos_embed",)
     encoding_version = 1
 
-    original_weights: ClassVar[str | None] = "transformer/diffusion_pytorch_model*.safetensors"
-    original_file = "transformer/diffusion_pytorch_model.safetensors"
+    original_weights = "transformer/diffusion_pytorch_model*.safetensors"
     original_parts = parts(*text_components, vae=("vae",))
     encoder_classes = {"text_encoder": "Qwen2_5_VLForConditionalGeneration"}
     vae_class = "AutoencoderKLQwenImage"
     landmark = "txt_norm.weight"
     published_settings = {"patch_size": PATCH, "guidance_embeds": False, "axes_dims_rope": (16, 56, 56)}
+
+    def original_file(self, variant: Variant) -> str:
+        del variant  # the files of all have the same names
+        return "transformer/diffusion_pytorch_model.safetensors"
 
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         width, channels = tensors["img_in.weight"].shape

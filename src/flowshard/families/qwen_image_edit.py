@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.families.base import Input, Sampling, Variant
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from flowshard.families.base import Inputs, Tensors
+    from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 
 _AREA = 1024 * 1024
@@ -29,13 +31,14 @@ class QwenImageEdit(QwenImage):
             heads=24,
             scheduler=SCHEDULER,
             sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0),
+            known_by={"zero_cond_t": False},
         )
     }
     pipeline_class = "QwenImageEditPipeline"
     inputs = (Input("edit_image", "images"),)
     text_inputs = ("edit_image",)
-    original_weights: ClassVar[str | None] = None
-    text_components = ("text_encoder", "tokenizer", "processor")
+    text_components = (*QwenImage.text_components, "processor")
+    original_parts = {**QwenImage.original_parts, "processor": ("processor",)}
     reference_area: ClassVar[int] = _AREA
     """Pixels, about, of a reference picture as image tokens."""
     seen_area: ClassVar[int] = _AREA
@@ -118,6 +121,12 @@ class QwenImageEditPlus(QwenImageEdit):
     pipeline_class = "QwenImageEditPlusPipeline"
     inputs = (Input("edit_image", "images", several=True),)
     seen_area = 384 * 384
+
+    def transformer_config(
+        self, publishers: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo], variant: Variant, *, where: str
+    ) -> dict[str, Any]:
+        config = super().transformer_config(publishers, tensors, variant, where=where)
+        return config if publishers is not None else {**config, **variant.known_by}  # which no tensor says
 
     @staticmethod
     def as_given(pictures: list[Image.Image]) -> Any:

@@ -34,7 +34,7 @@ def write_tiny_pipeline(variant_name: str, directory: Path, *, seed: int, form: 
         raise UserError(f"{directory}: exists already and is not an empty folder; choose another")
     pipeline = family.tiny_pipeline(variant, seed=seed)
     if form == "original":
-        family.write_original(pipeline, directory)
+        family.write_original(pipeline, directory, variant)
     else:
         pipeline.save_pretrained(directory)
     for file in directory.rglob("*"):

@@ -103,6 +103,9 @@ class Wan(Family):
     """What the publisher's config calls these models."""
     landmark = "condition_embedder.time_embedder.linear_1.weight"
 
+    def other_kind(self, config: Mapping[str, Any]) -> str | None:
+        return wan_files.other_kind(config)
+
     def own_parts(self, source: ModelSource) -> dict[str, Any]:
         """No second transformer, unless it is given."""
         del source
@@ -242,7 +245,8 @@ class Wan(Family):
         """What the stock pipeline's call gets for these inputs of a clip of `frames` frames."""
         return {}
 
-    def write_original(self, pipeline: Any, directory: Path) -> None:
+    def write_original(self, pipeline: Any, directory: Path, variant: Variant) -> None:
+        del variant  # the files of all have the same names
         wan_files.write(pipeline, directory, self, self.original_type)
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:

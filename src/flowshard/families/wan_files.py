@@ -26,6 +26,15 @@ CLIP = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
 TOKENIZER = "google/umt5-xxl"
 EXPERTS = {"high": "high_noise_model", "low": "low_noise_model"}
 """Folders of the transformers of a model with two."""
+_FUN = {48: "Wan Fun Control", 52: "Wan Fun Control", 32: "Wan Fun Control Camera"}
+"""Channels of the noisy clip, a control and a picture together (https://github.com/aigc-apps/VideoX-Fun)."""
+
+
+def other_kind(config: Mapping[str, Any]) -> str | None:
+    """What a transformer with this config is, if it is one of a series by others that diffusers has no pipeline for."""
+    if config.get("out_channels") != 16:
+        return None
+    return _FUN.get(config.get("in_channels", 16))
 
 
 def transformer_config(

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from flowshard.families.base import Inputs, Tensors
 
 FIRST = Input("input_image", "image", from_clip="first", required=False)
+_CONDITION = "first_frame"
 
 
 class WanTextImage(Wan):
-    """Clips are trained from their first frame, pictures from text alone."""
+    """Clips are trained from their first frame, pictures and clips without it from text alone."""
 
     variants = {
         "wan2.2-ti2v-5b": Variant(
@@ -36,6 +37,7 @@ class WanTextImage(Wan):
     }
     marks = {"out_channels": 48}
     inputs = (FIRST,)
+    optional_conditions = (_CONDITION,)
     spatial_multiple = 32
     original_parts = {**Wan.original_parts, "vae": (wan_files.VAE_2_2,)}
     original_type = "ti2v"
@@ -47,7 +49,7 @@ class WanTextImage(Wan):
         """`first_frame` of shape (48, 1, height, width), for clips."""
         if len(frames) == 1:
             return {}
-        return {"first_frame": self.encode_media(encoders, inputs[FIRST.column])["latents"]}
+        return {_CONDITION: self.encode_media(encoders, inputs[FIRST.column])["latents"]}
 
     def transformer_inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors) -> Tensors:
         """A timestep for each token, (batch, tokens)."""
@@ -56,16 +58,16 @@ class WanTextImage(Wan):
         own = super().transformer_inputs(noisy, sigma, conditions)
         batch, _, frames, height, width = noisy.shape
         noisy_frames = noisy.new_ones(frames, dtype=torch.float32)
-        if "first_frame" in conditions:
-            own["hidden_states"] = torch.cat([conditions["first_frame"].to(noisy), noisy[:, :, 1:]], dim=2)
+        if _CONDITION in conditions:
+            own["hidden_states"] = torch.cat([conditions[_CONDITION].to(noisy), noisy[:, :, 1:]], dim=2)
             noisy_frames[0] = 0.0
         tokens = noisy_frames.repeat_interleave((height // PATCH) * (width // PATCH))
         own["timestep"] = own["timestep"].view(batch, 1) * tokens
         return own
 
-    def learned(self, latents: torch.Tensor) -> torch.Tensor:
-        """All but the first frame of clips, which is given."""
-        return latents[:, :, 1:] if latents.shape[2] > 1 else latents
+    def learned(self, latents: torch.Tensor, conditions: Tensors) -> torch.Tensor:
+        """All but the first frame where that is given."""
+        return latents[:, :, 1:] if _CONDITION in conditions else latents
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         """With a picture through the image-to-video pipeline, which has the same parts."""

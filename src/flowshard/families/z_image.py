@@ -63,7 +63,7 @@ class ZImage(ImageFamily):
                 "Tongyi-MAI/Z-Image-Turbo",
                 heads=30,
                 scheduler={"use_dynamic_shifting": False, "shift": 3.0},
-                sampling=Sampling(height=1024, width=1024, frames=1, steps=9, guidance=0.0),
+                sampling=Sampling(height=1024, width=1024, frames=1, steps=8, guidance=0.0),
                 known_by={"shift": 3.0},
             ),
             Variant(
@@ -100,7 +100,6 @@ class ZImage(ImageFamily):
     encoding_version = 1
 
     original_weights = "transformer/diffusion_pytorch_model*.safetensors"
-    original_file = "transformer/diffusion_pytorch_model.safetensors"
     original_parts = parts(*text_components, vae=("vae", VAE_FILE))
     encoder_classes = {"text_encoder": "Qwen3Model"}
     vae_class = "AutoencoderKL"
@@ -116,6 +115,10 @@ class ZImage(ImageFamily):
         "axes_dims": [32, 48, 48],
         "axes_lens": [1536, 512, 512],
     }
+
+    def original_file(self, variant: Variant) -> str:
+        del variant  # the files of all have the same names
+        return "transformer/diffusion_pytorch_model.safetensors"
 
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         width, channels = tensors[f"all_x_embedder.{_ONLY_PATCH}.weight"].shape

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from flowshard.families.base import Family
 from flowshard.objective.randomness import noise, quantiles
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.layout import Layout
+from flowshard.seeds import uniform
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class StepBatches:
         self._seed = config.seed
         self._train = config.train
         self._caption_dropout = config.data.caption_dropout
+        self._input_dropout = config.data.input_dropout
         self._stratified = config.objective.stratified
         self._positions = layout.positions(config.train.global_batch)
         self._levels = levels
@@ -87,10 +89,13 @@ class StepBatches:
         return self._assemble(0, 0, [self._dataset.largest()] * micro, torch.full((micro,), 0.5), torch.ones(micro))
 
     def _sample(self, index: int, step: int, position: int) -> Sample:
+        """A sample as a step sees it: with one of its captions or none, perhaps without its inputs."""
         row = self._dataset.row(index)
-        return self._dataset.sample(
-            row, caption_of(row, seed=self._seed, step=step, position=position, dropout=self._caption_dropout)
-        )
+        caption = caption_of(row, seed=self._seed, step=step, position=position, dropout=self._caption_dropout)
+        sample = self._dataset.sample(row, caption)
+        if uniform(self._seed, "input dropout", step, position) < self._input_dropout:
+            return replace(sample, conditions=self._family.without_inputs(sample.conditions))
+        return sample
 
     def _assemble(
         self, step: int, start: int, samples: Sequence[Sample], sigma: torch.Tensor, weight: torch.Tensor

@@ -186,7 +186,7 @@ def sample_loss_function(family: Family, *, dtype: torch.dtype, device: torch.de
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
         with mixed:
             prediction = family.denoise(model, noisy, sigma, conditions)
-        learned = (family.learned(tensor) for tensor in (prediction, clean, noise))
+        learned = (family.learned(tensor, conditions) for tensor in (prediction, clean, noise))
         return sample_losses(*learned)
 
     return losses

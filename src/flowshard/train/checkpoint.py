@@ -46,6 +46,7 @@ _FIXED = (
     "data.repeat",
     "data.caption_prefix",
     "data.caption_dropout",
+    "data.input_dropout",
     "train.method",
     "train.global_batch",
     "train.optimizer",

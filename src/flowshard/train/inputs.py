@@ -85,6 +85,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         deepspeed_config(config, layout)  # for its errors
     metadata, held_out = read_samples(config, family)
     check_batches(config, family, metadata)
+    _check_input_dropout(config, family, variant, metadata)
     source = find_source(
         config.model.path,
         family,
@@ -251,6 +252,27 @@ def check_row(config: Config, family: Family, row: Row) -> None:
     if row.is_picture:
         family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
     family.check_given(row.inputs.keys(), where=where)
+
+
+def _check_input_dropout(config: Config, family: Family, variant: Variant, metadata: Metadata) -> None:
+    """Refuse to leave out inputs where there are none, or where the model needs them."""
+    rate = config.data.input_dropout
+    if not rate:
+        return
+    if not family.optional_conditions:
+        why = "needs its inputs" if family.inputs else "has no inputs besides the prompt"
+        raise UserError(f"data.input_dropout: {rate:g}, but {variant.name} {why}; set data.input_dropout=0")
+    if not any(one.column in row.inputs or one.from_clip for row in metadata.rows for one in family.inputs):
+        columns = ", ".join(one.column for one in family.inputs)
+        raise UserError(
+            f"data.input_dropout: {rate:g}, but no row of {metadata.label} has {columns}; add the column, or set "
+            "data.input_dropout=0"
+        )
+    if config.train.micro_batch > 1:
+        raise UserError(
+            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but data.input_dropout leaves "
+            "out the inputs of some; use train.micro_batch=1 or data.input_dropout=0"
+        )
 
 
 def check_batches(config: Config, family: Family, metadata: Metadata) -> None:

@@ -50,7 +50,9 @@ def is_original(path: str) -> bool:
 
 
 def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family, Variant, Mapping[str, Any]]]:
-    """The variants that the publisher's files may be of by the names of tensors, with what their config would be.
+    """The variants that the publisher's files may be of by the names of tensors, and what their settings would be.
+
+    What no file says of a variant's pipeline is taken to be as it has it.
 
     Raises:
         UserError: the files are broken, or contradict each other.
@@ -59,8 +61,8 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     headers = cache(read_header)
     candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
     problems: list[UserError] = []
-    for family in _families_of(places, headers, option):
-        files = [file for place in places for file in _opened(place, family, option) if _is_transformer(file)]
+    for family, opened in _families_of(places, headers, option).items():
+        files = [file for file in opened if _is_transformer(file)]
         first = _expert_of(files[0], family)
         tensors = _transformer_tensors(
             [one for one in files if _expert_of(one, family) == first], family, headers, option
@@ -72,7 +74,8 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
             if variant.experts is not None and first is None and any(place.is_dir() for place in places):
                 continue
             try:
-                candidates.append((family, variant, _transformer_config(tensors, family, variant, option)))
+                config = _transformer_config(tensors, family, variant, option)
+                candidates.append((family, variant, {**family.pipeline_settings(variant), **config}))
             except UserError as error:  # of a size that the variant does not have
                 problems.append(error)
     if problems and not candidates:
@@ -80,18 +83,41 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     return candidates
 
 
-def _families_of(places: list[Path], headers: Headers, option: str) -> list[Family]:
-    """The families that the publisher's files may be of, by the names of tensors in the first file that says it."""
-    known = [one for one in all_families() if one.original_weights is not None]
-    for family in known:
-        try:
-            files = [file for place in places for file in _opened(place, family, option)]
-        except UserError:  # a folder of another family
-            continue
+def _families_of(places: list[Path], headers: Headers, option: str) -> dict[Family, list[Path]]:
+    """The families that the publisher's files may be of, by the names of tensors in the first file that says it.
+
+    Returns:
+        To the files that each of them finds.
+    """
+    known: dict[Family, list[Path]] = {}
+    for family in all_families():
+        if family.original_weights is not None:
+            try:
+                known[family] = [file for place in places for file in _opened(place, family, option)]
+            except UserError:  # a folder of another family
+                continue
+    for family, files in known.items():
         for file in files:
             if _is_transformer(file) and _has_landmark(headers(file), family):
-                return [one for one in known if one.landmark == family.landmark]
-    return []
+                return _by_parts({one: own for one, own in known.items() if one.landmark == family.landmark})
+    return {}
+
+
+def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
+    """Of families whose transformers are alike those whose parts are all there and are the most, if there are such."""
+    complete: dict[Family, int] = {}
+    for family, files in families.items():
+        named = {found[0] for file in files if (found := _part_of(file, family)) is not None}
+        if all(part in named or _beside(family, one, files) for part, one in family.original_parts.items()):
+            complete[family] = len(family.original_parts)
+
+    def best(family: Family) -> bool:
+        alike = [
+            one for one in families if (one.transformer_class, one.marks) == (family.transformer_class, family.marks)
+        ]
+        return complete.get(family, 0) == max(complete.get(one, 0) for one in alike)
+
+    return {family: files for family, files in families.items() if best(family)}
 
 
 def _is_transformer(file: Path) -> bool:
@@ -352,15 +378,25 @@ def _refuse_other_kind(
         UserError: it is such a one.
     """
     mark = family.foreign_mark(config)
-    if mark is None:
-        return
-    file = next(iter(tensors.values())).file
     kinds = [one for one in all_families() if one.landmark == family.landmark and one.foreign_mark(config) is None]
+    if mark is None:  # series that have no other mark than their sizes
+        mark, heads = family.heads_setting, config.get(family.heads_setting)
+        kinds = [one for one in kinds if any(row.heads == heads for row in one.variants.values())]
+        if family in kinds or not kinds:
+            return
+    file = next(iter(tensors.values())).file
     names = " or ".join(name for one in kinds for name in one.variants)
+    fix = f"it is of {names}: give other files or change model.variant" if names else "give other files"
     raise UserError(
         f"{option}: {file} has {mark} {config.get(mark)}, which {variant.name} has not; "
-        + (f"it is of {names}: give other files or change model.variant" if names else "give other files")
+        + (other_kind_message(family, config) or fix)
     )
+
+
+def other_kind_message(family: Family, config: Mapping[str, Any]) -> str | None:
+    """What to say of a transformer of a kind for which there is no family, if it is such a one."""
+    kind = family.other_kind(config)
+    return kind and f"it is of {kind}, for which diffusers has no pipeline; give other files"
 
 
 def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
@@ -450,9 +486,9 @@ def _repository_files(repository: str, pattern: str, option: str) -> list[Path]:
         found = sorted((base / repository).glob(pattern))
         if found:
             return found
-    # With what is needed beside weights: configs and indices, and tokenizers, which are small.
+    # With what is needed beside weights: configs and indices, tokenizers and processors, which are small.
     settings = str(Path(pattern).parent / "*.json")
-    folder = download(repository, option=option, allow_patterns=[pattern, settings, "tokenizer*/*"])
+    folder = download(repository, option=option, allow_patterns=[pattern, settings, "tokenizer*/*", "processor/*"])
     found = sorted(folder.glob(pattern))
     if not found:
         raise UserError(f"{option}: {repository} has no file {pattern}")

@@ -19,7 +19,14 @@ from flowshard.weights.files import (
     read_json,
     scheduler_settings,
 )
-from flowshard.weights.original import find_original_encoders, is_original, label, read_original, recognise_files
+from flowshard.weights.original import (
+    find_original_encoders,
+    is_original,
+    label,
+    other_kind_message,
+    read_original,
+    recognise_files,
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,9 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
         candidates = recognise_files(path, option)
     fitting = [(family, one) for family, one, config in candidates if _fits(family, one, config)]
     found = [one for _, one in fitting]
+    others = [message for family, _, config in candidates if (message := other_kind_message(family, config))]
+    if others and not found:
+        raise UserError(f"{option}: {path}: {others[0]}")
     names = _names_in([path] if isinstance(path, str) else path)
     named = [one for one in found if _short_name(Path(one.hub_id).name) in names]
     alike = len({family for family, _ in fitting}) == 1 and all(_is_alike(one, found[0]) for one in found)
@@ -181,9 +191,9 @@ def find_source(
         config = read_json(folder / transformer / "config.json")
         mark = family.foreign_mark(config)
         if mark is not None:
+            fix = other_kind_message(family, config) or "give the right folder or change model.variant"
             raise UserError(
-                f"{option}: {folder / transformer} has {mark} {config.get(mark)}, which {variant.name} has not; give the "
-                "right folder or change model.variant"
+                f"{option}: {folder / transformer} has {mark} {config.get(mark)}, which {variant.name} has not; {fix}"
             )
         if _has_low_expert(folder) != (variant.experts is not None):
             found, wanted = ("two transformers", "one") if variant.experts is None else ("one transformer", "two")
