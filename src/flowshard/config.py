@@ -235,15 +235,40 @@ class SaveConfig(Section):
         return value
 
 
+class PromptConfig(Section):
+    """One sample to make during training."""
+
+    prompt: str
+    """What to show."""
+    negative_prompt: str = ""
+    """What to avoid, for models that take such a text."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial noise."""
+    inputs: dict[str, str | list[str]] = {}
+    """Files of what the model gets besides the prompt, by column of the metadata."""
+
+
+def _as_prompt(value: Any) -> Any:
+    return {"prompt": value} if isinstance(value, str) else value
+
+
 class ValidationConfig(Section):
     """Samples during training."""
 
     every: NonNegativeInt = 0
-    """Steps between samples; 0 makes none."""
-    prompts: list[str] = []
-    """Prompts of the samples."""
+    """Steps between samples, which are also made before the first step and after the last; 0 makes none."""
+    prompts: list[Annotated[PromptConfig, BeforeValidator(_as_prompt)]] = []
+    """A sample for each: a text, or `{prompt: TEXT, negative_prompt: TEXT, seed: N, inputs: {COLUMN: FILE}}`."""
     steps: PositiveInt = 20
     """Denoising steps of a sample."""
+    guidance: NonNegativeFloat | None = None
+    """Guidance scale of the samples; the variant's own if null."""
+    height: PositiveInt | None = None
+    """Height of the samples in pixels; `data.height` if null."""
+    width: PositiveInt | None = None
+    """Width of the samples in pixels; `data.width` if null."""
+    frames: PositiveInt | None = None
+    """Frames of the samples; `data.frames` if null."""
 
 
 class LogConfig(Section):
@@ -290,6 +315,5 @@ class Config(Section):
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "memory.compile": (False,),
-    "validation.every": (0,),
     "log.trackers": ([],),
 }

@@ -13,9 +13,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig
+from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, PromptConfig
 from flowshard.errors import UserError
 
+_LISTS: dict[str, type[BaseModel]] = {"train.groups": GroupConfig, "validation.prompts": PromptConfig}
+"""Options that are lists of groups of options."""
+_EXAMPLES = {
+    "train.groups": "[{pattern: lora_B, weight_decay: 0}]",
+    "validation.prompts": "[a fox, {prompt: a dog, seed: 1}]",
+}
 RECORD_KEY = "record"
 """The key of a run's `config.yaml` under which versions, layout and git state are noted; ignored when read back."""
 
@@ -88,7 +94,8 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (list, tuple, dict):
         inner = ", ".join(_type_name(choice) for choice in get_args(annotation))
         return f"{get_origin(annotation).__name__} of {inner}"
-    names = {str: "text", bool: "true or false", GroupConfig: "{pattern, learning_rate, weight_decay}"}
+    names = {str: "text", bool: "true or false"}
+    names.update((model, f"{{{', '.join(model.model_fields)}}}") for model in _LISTS.values())
     return names.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
@@ -141,10 +148,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")
     fields = dict(options())
-    if name.startswith("train.groups."):
-        raise UserError(
-            f"{name}: a list is overridden as a whole, as in train.groups=[{{pattern: lora_B, weight_decay: 0}}]"
-        )
+    if (inside := _list_of(name)) is not None:
+        raise UserError(f"{name}: a list is overridden as a whole, as in {inside}={_EXAMPLES[inside]}")
     if name not in fields:
         raise UserError(_unknown_option(name))
     value = _parse_yaml(text, override)
@@ -162,14 +167,19 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
+def _list_of(name: str) -> str | None:
+    """The option that is a list and holds what has this name, if there is one."""
+    return next((option for option in _LISTS if name.startswith(f"{option}.")), None)
+
+
 def _unknown_option(name: str) -> str:
     known = [option for option, _ in options()]
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name}: a group of options; set one of {', '.join(inside)}"
-    if name.startswith("train.groups."):
-        known = [f"{name.rpartition('.')[0]}.{key}" for key in GroupConfig.model_fields]
-    elif not name.startswith("train.groups"):
+    if (listed := _list_of(name)) is not None:
+        known = [f"{name.rpartition('.')[0]}.{key}" for key in _LISTS[listed].model_fields]
+    else:
         known += Config.model_fields
     # First the right leaf in the wrong section, for example `train.frames`.
     nearest = [option for option in known if option != name and option.split(".")[-1] == name.split(".")[-1]][:1]
@@ -184,7 +194,8 @@ def _explain(error: ValidationError) -> str:
 
     An option with several possible types gives one finding a type; those are joined.
     """
-    names = {part for option, _ in options() for part in option.split(".")} | set(GroupConfig.model_fields)
+    names = {part for option, _ in options() for part in option.split(".")}
+    names.update(key for model in _LISTS.values() for key in model.model_fields)
     reasons: dict[str, tuple[Any, list[str]]] = {}
     lines: list[str] = []
     for problem in error.errors():
@@ -247,6 +258,12 @@ def _check_conflicts(config: Config) -> None:
         raise UserError(
             f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch}; "
             f"use a micro_batch of {_divisors(train.global_batch)}"
+        )
+    every = config.validation.every
+    if every and not config.validation.prompts:
+        raise UserError(
+            f"validation.every: {every}, but there is nothing to validate with; give validation.prompts, "
+            "validation.metadata or validation.fraction"
         )
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:

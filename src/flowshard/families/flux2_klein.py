@@ -33,6 +33,11 @@ class Flux2Klein(Flux2):
     pipeline_class = "Flux2KleinPipeline"
     original_weights: ClassVar[str | None] = None
 
+    @property
+    def guided_by_text(self) -> bool:
+        """The base models are guided by an empty text."""
+        return True
+
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from flowshard.families import tiny, tiny_encoders
 

@@ -15,6 +15,7 @@ from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_confi
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.train.checkpoint import Checkpoint, check_resumable, find_checkpoint
+from flowshard.train.sample_inputs import SampleInputs, check_samples
 from flowshard.weights.files import (
     TensorInfo,
     check_spec,
@@ -57,6 +58,8 @@ class RunInputs:
     """What the run goes on from."""
     changes: tuple[str, ...]
     """Lines about what has changed since then."""
+    sampling: SampleInputs | None
+    """What is made during training."""
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:
@@ -86,6 +89,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         deepspeed_config(config, layout)  # for its errors
     metadata = read_metadata(data.metadata, data.root, family.inputs)
     _check_samples(config, family, metadata)
+    sampling = check_samples(config, family, variant, layout)
     source = find_source(config.model.path, family, variant, option="model.path", expert=config.model.expert)
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
@@ -134,6 +138,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         samples=samples,
         checkpoint=checkpoint,
         changes=changes,
+        sampling=sampling,
     )
 
 

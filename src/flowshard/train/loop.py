@@ -24,6 +24,7 @@ from flowshard.train.observer import Observer
 from flowshard.train.optimizer import optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
 from flowshard.train.record import environment_record
+from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
 from flowshard.train.stop import Deadline, StopRequest
 from flowshard.weights.export import WeightsWriter
@@ -69,6 +70,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     levels = NoiseLevels(config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, config, layout, levels, guidance=inputs.guidance)
 
+    samples = Samples(inputs, processes, dtype=dtype)
     sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
     if layout.ulysses_crosses_machines:
         say(
@@ -121,6 +123,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if begin >= inputs.steps:
         say(f"all {inputs.steps} steps are done")
         return None if checkpoint is None else checkpoint.path
+    samples.begin(begin, strategy)
     digest = data_digest(inputs.metadata)
 
     def write(partial: Path | None) -> Exception | None:
@@ -216,6 +219,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             every = config.save.every
             if done == inputs.steps or stopping or (every and done % every == 0):
                 last, saved = save(done), done
+            if samples.due(done) and not stopping:
+                samples.make(done, strategy)
             if stopping:
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break
