@@ -276,6 +276,23 @@ class SaveConfig(Section):
         return value
 
 
+class PromptConfig(Section):
+    """One sample to make during training."""
+
+    prompt: str
+    """What to show."""
+    negative_prompt: str = ""
+    """What to avoid, for models that take such a text."""
+    seed: NonNegativeInt = 0
+    """Seed of the initial noise."""
+    inputs: dict[str, str | list[str]] = {}
+    """Files of what the model gets besides the prompt, by column of the metadata."""
+
+
+def _as_prompt(value: Any) -> Any:
+    return {"prompt": value} if isinstance(value, str) else value
+
+
 class ValidationConfig(Section):
     """The loss on samples that are not trained on, and samples during training."""
 
@@ -286,10 +303,18 @@ class ValidationConfig(Section):
     too."""
     fraction: Annotated[float, Number, Field(gt=0, lt=1)] | None = None
     """Instead of a file, the share of the rows of `data.metadata` that is held out: these are never trained on."""
-    prompts: list[str] = []
-    """Prompts of the samples."""
+    prompts: list[Annotated[PromptConfig, BeforeValidator(_as_prompt)]] = []
+    """Samples made at each validation: a text, or `{prompt: TEXT, negative_prompt: TEXT, seed: N, inputs: {COLUMN: FILE}}`."""
     steps: PositiveInt = 20
     """Denoising steps of a sample."""
+    guidance: NonNegativeFloat | None = None
+    """Guidance scale of the samples; the variant's own if null."""
+    height: PositiveInt | None = None
+    """Height of the samples in pixels; `data.height` if null."""
+    width: PositiveInt | None = None
+    """Width of the samples in pixels; `data.width` if null."""
+    frames: PositiveInt | None = None
+    """Frames of the samples; `data.frames` if null."""
 
 
 class LogConfig(Section):

@@ -13,15 +13,22 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, SourceConfig
+from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, PromptConfig, SourceConfig
 from flowshard.errors import UserError
 
+_LISTS: dict[str, type[BaseModel]] = {
+    "train.groups": GroupConfig,
+    "data.sources": SourceConfig,
+    "validation.prompts": PromptConfig,
+}
+"""Options that are lists of groups of options."""
+_EXAMPLES = {
+    "train.groups": "[{pattern: lora_B, weight_decay: 0}]",
+    "data.sources": "[{metadata: a.csv, weight: 2}]",
+    "validation.prompts": "[a fox, {prompt: a dog, seed: 1}]",
+}
 RECORD_KEY = "record"
 """The key of a run's `config.yaml` under which versions, layout and git state are noted; ignored when read back."""
-
-
-_LISTS: dict[str, type[BaseModel]] = {"train.groups": GroupConfig, "data.sources": SourceConfig}
-"""Options that are lists of groups of options."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -92,8 +99,8 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) in (list, tuple, dict):
         inner = ", ".join(_type_name(choice) for choice in get_args(annotation))
         return f"{get_origin(annotation).__name__} of {inner}"
-    names: dict[Any, str] = {of: f"{{{', '.join(of.model_fields)}}}" for of in _LISTS.values()}
-    names |= {str: "text", bool: "true or false"}
+    names = {str: "text", bool: "true or false"}
+    names.update((model, f"{{{', '.join(model.model_fields)}}}") for model in _LISTS.values())
     return names.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
@@ -146,10 +153,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not name:
         raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")
     fields = dict(options())
-    examples = {"train.groups": "{pattern: lora_B, weight_decay: 0}", "data.sources": "{metadata: a.csv, weight: 2}"}
-    for option, example in examples.items():
-        if name.startswith(f"{option}."):
-            raise UserError(f"{name}: a list is overridden as a whole, as in {option}=[{example}]")
+    if (inside := _list_of(name)) is not None:
+        raise UserError(f"{name}: a list is overridden as a whole, as in {inside}={_EXAMPLES[inside]}")
     if name not in fields:
         raise UserError(_unknown_option(name))
     value = _parse_yaml(text, override)
@@ -167,14 +172,18 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
+def _list_of(name: str) -> str | None:
+    """The option that is a list and holds what has this name, if there is one."""
+    return next((option for option in _LISTS if name.startswith(f"{option}.")), None)
+
+
 def _unknown_option(name: str) -> str:
     known = [option for option, _ in options()]
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name}: a group of options; set one of {', '.join(inside)}"
-    of = next((model for option, model in _LISTS.items() if name.startswith(f"{option}.")), None)
-    if of is not None:
-        known = [f"{name.rpartition('.')[0]}.{key}" for key in of.model_fields]
+    if (listed := _list_of(name)) is not None:
+        known = [f"{name.rpartition('.')[0]}.{key}" for key in _LISTS[listed].model_fields]
     else:
         known += Config.model_fields
     # First the right leaf in the wrong section, for example `train.frames`.
@@ -191,7 +200,7 @@ def _explain(error: ValidationError) -> str:
     An option with several possible types gives one finding a type; those are joined.
     """
     names = {part for option, _ in options() for part in option.split(".")}
-    names |= {key for of in _LISTS.values() for key in of.model_fields}
+    names.update(key for model in _LISTS.values() for key in model.model_fields)
     reasons: dict[str, tuple[Any, list[str]]] = {}
     lines: list[str] = []
     for problem in error.errors():

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from flowshard.data.media import picture_size, read_inputs, write_video
+from flowshard.data.given import check_files
+from flowshard.data.media import read_inputs, write_video
 from flowshard.errors import UserError
 from flowshard.families import Family
 from flowshard.families.base import Sampling, Variant
@@ -146,29 +147,15 @@ def check_generation(options: GenerateOptions) -> CheckedGeneration:
 
 def _input_files(given: Sequence[str], family: Family, variant: Variant) -> dict[str, tuple[Path, ...]]:
     """The files of `--input COLUMN=FILE`."""
-    known = {one.column: one for one in family.inputs}
+    known = {one.column for one in family.inputs}
     files: dict[str, tuple[Path, ...]] = {}
     for text in given:
         column, equals, name = text.partition("=")
         if not equals or column not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            takes = f"it takes {', '.join(one.column for one in family.inputs)}" if known else "it takes none"
             raise UserError(f"--input {text}: write COLUMN=FILE with an input of {variant.name}; {takes}")
-        if not Path(name).is_file():
-            raise UserError(f"--input {text}: the file does not exist")
         files[column] = (*files.get(column, ()), Path(name))
-    for column, one in known.items():
-        if one.required and column not in files:
-            raise UserError(f"--input {column}=FILE: {variant.name} needs it")
-        if len(files.get(column, ())) > 1 and not one.several:
-            raise UserError(f"--input {column}: {variant.name} takes one file")
-        if one.kind == "images":
-            for file in files.get(column, ()):
-                where = f"--input {column}={file}"
-                try:
-                    family.input_shape(picture_size(file, where=where))
-                except UserError as error:
-                    raise UserError(f"{where}: {error}") from None
-    family.check_given(files.keys(), where="--input: ")
+    check_files(files, family, variant, place=lambda column: f"--input {column}=FILE", where="--input: ")
     return files
 
 
@@ -251,12 +238,14 @@ def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
         frames=sampling.frames,
         where="--input",
     )
+    texts = {"prompt": options.prompt}
+    if family.takes_negative_prompt:
+        texts["negative_prompt"] = options.negative_prompt
     # None without a terminal.
     pipeline.set_progress_bar_config(disable=None if processes.is_main else True)
     frames = family.generate(
         pipeline,
-        prompt=options.prompt,
-        negative_prompt=options.negative_prompt,
+        texts=texts,
         **asdict(sampling),
         inputs=inputs,
         generator=torch.Generator("cpu").manual_seed(options.seed),

@@ -9,7 +9,7 @@ from flowshard.data.clips import Cut
 from flowshard.data.media import WHOLE, read_frames, read_inputs
 from flowshard.data.metadata import Row
 from flowshard.families.base import Family, Inputs
-from flowshard.seeds import derive_seed
+from flowshard.seeds import uniform
 
 
 def cut_of(row: Row, data: DataConfig, family: Family, *, seed: int) -> Cut:
@@ -23,7 +23,7 @@ def cut_of(row: Row, data: DataConfig, family: Family, *, seed: int) -> Cut:
         stride=family.frame_stride,
         start=row.start,
         end=row.end,
-        draw=derive_seed(seed, "clip", row.media.name, str(row.start), str(row.end)) / 2**63,
+        draw=uniform(seed, "clip", row.media.name, str(row.start), str(row.end)),
     )
 
 

@@ -314,6 +314,30 @@ class Family(ABC):
         """`encode_text` for text encoders that also see pictures: what there is of `Family.text_inputs`."""
         return self.encode_text(encoders, prompt)
 
+    def encode_for_pipeline(self, encoders: Any, prompt: str, negative_prompt: str, inputs: Inputs) -> dict[str, Any]:
+        """What the stock pipeline's call takes in place of the texts, so that it needs no text encoder.
+
+        Args:
+            encoders: from `load_encoders`.
+            prompt: what to show.
+            negative_prompt: what to avoid; empty for pipelines that take none.
+            inputs: what there is of `Family.text_inputs`.
+        """
+        texts = self.pipeline_texts(self.encode_prompt(encoders, prompt, inputs))
+        if self.guided_by_text:
+            negative = self.pipeline_texts(self.encode_prompt(encoders, negative_prompt, inputs))
+            texts |= {f"negative_{name}": value for name, value in negative.items()}
+        return texts
+
+    def pipeline_texts(self, encoded: Tensors) -> dict[str, Any]:
+        """Arguments of the stock pipeline's call that stand for one prompt, from what `encode_prompt` gave."""
+        return dict(self.batch_conditions([encoded]))
+
+    @property
+    def guided_by_text(self) -> bool:
+        """Whether the pipeline encodes a second text, of what to avoid."""
+        return self.takes_negative_prompt
+
     @abstractmethod
     def batch_conditions(self, conditions: Sequence[Tensors]) -> Tensors:
         """Join what `encode_media` (without the latents), `encode_inputs` and `encode_prompt` gave for each sample of a micro-batch.
@@ -372,8 +396,9 @@ class Family(ABC):
 
         Args:
             pipeline: the diffusers pipeline of the family.
-            arguments: `prompt`, `negative_prompt`, `height`, `width`, `frames`, `steps`, `guidance`,
-                `guidance_low`, `generator`, `inputs`.
+            arguments: `texts`, `height`, `width`, `frames`, `steps`, `guidance`, `guidance_low`, `generator`,
+                `inputs`. `texts` are arguments of the pipeline's call: `prompt` and, where it takes one,
+                `negative_prompt`, or what `encode_for_pipeline` gave for them.
 
         Returns:
             uint8 RGB of shape (frames, height, width, 3).
@@ -402,5 +427,5 @@ def as_bytes(pixels: np.ndarray) -> np.ndarray:
     import numpy as np
 
     if not np.isfinite(pixels).all():
-        raise RunError("the pipeline made pixels that are no numbers; take more --steps, or --dtype float32")
+        raise RunError("the pipeline made pixels that are no numbers; take more denoising steps, or float32")
     return (pixels * 255).round().astype(np.uint8)

@@ -171,7 +171,7 @@ class Flux(JointFamily):
 
     def sample_flux(self, pipeline: Any, arguments: Mapping[str, Any], **own: Any) -> np.ndarray:
         """`generate` with further arguments of the pipeline."""
-        pipeline.vae.to(pipeline.text_encoder_2.dtype)  # the pipeline does not convert what it decodes
+        pipeline.vae.to(pipeline.transformer.dtype)  # the pipeline does not convert what it decodes
         length = prompt_length(pipeline.tokenizer_2, TEXT_TOKENS)
         guidance = arguments["guidance"]
         return self.sample(pipeline, arguments, guidance_scale=guidance, max_sequence_length=length, **own)

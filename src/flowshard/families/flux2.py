@@ -209,7 +209,7 @@ class Flux2(JointFamily):
         return replace(plan, processors={**plan.processors, **parallel})
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
-        pipeline.vae.to(pipeline.text_encoder.dtype)  # the pipeline does not convert what it decodes
+        pipeline.vae.to(pipeline.transformer.dtype)  # the pipeline does not convert what it decodes
         length = prompt_length(pipeline.tokenizer, TEXT_TOKENS)
         return self.sample(
             pipeline,

@@ -42,6 +42,11 @@ class Flux2Klein(Flux2):
     def original_file(self, variant: Variant) -> str:
         return f"{variant.name.replace('.', '-')}.safetensors"
 
+    @property
+    def guided_by_text(self) -> bool:
+        """The base models are guided by an empty text."""
+        return True
+
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:
         from flowshard.families import tiny, tiny_encoders
 

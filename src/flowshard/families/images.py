@@ -109,7 +109,7 @@ class ImageFamily(Family):
     def sample(pipeline: Any, arguments: Mapping[str, Any], **own: Any) -> np.ndarray:
         """Call the stock pipeline for one picture; `own` are the family's further arguments. See `Family.generate`."""
         pictures = pipeline(
-            prompt=arguments["prompt"],
+            **arguments["texts"],
             height=arguments["height"],
             width=arguments["width"],
             num_inference_steps=arguments["steps"],

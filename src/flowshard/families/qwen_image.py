@@ -141,6 +141,10 @@ class QwenImage(JointFamily):
             return {"prompt_embeds": padded, **references}
         return {"prompt_embeds": padded, **references, "prompt_mask": torch.arange(longest) < lengths[:, None]}
 
+    def pipeline_texts(self, encoded: Tensors) -> dict[str, Any]:
+        texts = super().pipeline_texts(encoded)
+        return {**texts, "prompt_embeds_mask": texts["prompt_embeds"].new_ones(texts["prompt_embeds"].shape[:2]).bool()}
+
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
@@ -188,7 +192,6 @@ class QwenImage(JointFamily):
             pipeline,
             arguments,
             true_cfg_scale=arguments["guidance"],
-            negative_prompt=arguments["negative_prompt"],
             max_sequence_length=TEXT_TOKENS,
         )
 

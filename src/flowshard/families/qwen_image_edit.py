@@ -78,13 +78,12 @@ class QwenImageEdit(QwenImage):
         return pictures[0]
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
-        pipeline.vae.to(pipeline.text_encoder.dtype)  # the pipeline does not convert the pictures that it encodes
+        pipeline.vae.to(pipeline.transformer.dtype)  # the pipeline does not convert the pictures that it encodes
         return self.sample(
             pipeline,
             arguments,
             image=self.as_given(arguments["inputs"]["edit_image"]),
             true_cfg_scale=arguments["guidance"],
-            negative_prompt=arguments["negative_prompt"],
         )
 
     def tiny_pipeline(self, variant: Variant, *, seed: int) -> Any:

@@ -226,8 +226,7 @@ class Wan(Family):
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         video = pipeline(
-            prompt=arguments["prompt"],
-            negative_prompt=arguments["negative_prompt"],
+            **arguments["texts"],
             height=arguments["height"],
             width=arguments["width"],
             num_frames=arguments["frames"],

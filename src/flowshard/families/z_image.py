@@ -149,6 +149,9 @@ class ZImage(ImageFamily):
         """A tensor for each sample, as the transformer takes a list: so their lengths are known without a device."""
         return {f"{_PROMPT}{place}": one["prompt_embeds"] for place, one in enumerate(conditions)}
 
+    def pipeline_texts(self, encoded: Tensors) -> dict[str, Any]:
+        return {"prompt_embeds": [encoded["prompt_embeds"]]}
+
     def denoise(
         self, transformer: torch.nn.Module, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors
     ) -> torch.Tensor:
@@ -195,7 +198,6 @@ class ZImage(ImageFamily):
             pipeline,
             arguments,
             guidance_scale=arguments["guidance"],
-            negative_prompt=arguments["negative_prompt"],
             max_sequence_length=TEXT_TOKENS,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import yaml
 
 from flowshard.config_file import RECORD_KEY
 from flowshard.errors import UserError
+from flowshard.train.sample_files import find_samples
 
 QUARTILES = 4
 """Parts of the range of sigma for which losses are given, from low noise to high."""
@@ -36,8 +36,6 @@ NUMBERS = (
     "skipped_updates",
 )
 """Fields of a line of metrics that are one number."""
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-_SAMPLE = re.compile(r"(\d+)\.(png|mp4)")
 
 
 @dataclass
@@ -125,7 +123,7 @@ def read_run(path: Path) -> Run:
         record,
         _read_table(path / "metrics.jsonl", NUMBERS),
         _read_table(path / "validation.jsonl", ("loss",)),
-        _samples(path / "samples"),
+        find_samples(path / "samples"),
         _checkpoints(path / "checkpoints"),
     )
 
@@ -169,25 +167,8 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def _step_folders(folder: Path) -> Iterator[tuple[int, Path]]:
-    for entry in sorted(folder.glob("step-*")):
-        found = _STEP_FOLDER.fullmatch(entry.name)
-        if found and entry.is_dir():
-            yield int(found[1]), entry
-
-
-def _samples(folder: Path) -> dict[int, dict[int, Path]]:
-    found: dict[int, dict[int, Path]] = {}
-    for step, entry in _step_folders(folder):
-        named = ((_SAMPLE.fullmatch(file.name), file) for file in sorted(entry.iterdir()))
-        files = {int(name[1]): file for name, file in named if name}
-        if files:
-            found[step] = files
-    return found
-
-
 def _checkpoints(folder: Path) -> dict[int, int]:
     return {
-        step: sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
-        for step, entry in _step_folders(folder)
+        int(entry.name.removeprefix("step-")): sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
+        for entry in sorted(folder.glob("step-*[0-9]"))
     }

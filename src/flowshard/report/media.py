@@ -15,13 +15,6 @@ _CLIPS_BYTES = 300_000
 """All clips of a run together, up to which they are in the page themselves and not as their middle frame."""
 
 
-def spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly, with the first and the last."""
-    if len(steps) <= most:
-        return list(steps)
-    return [steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)]
-
-
 def as_clips(files: Sequence[Path]) -> bool:
     """Whether the clips among the files are few enough to be in the page."""
     return sum(file.stat().st_size for file in files if file.suffix == ".mp4") <= _CLIPS_BYTES

@@ -12,6 +12,7 @@ from flowshard.report import figures, media
 from flowshard.report.charts import short
 from flowshard.report.data import Run
 from flowshard.report.style import SCRIPT, STYLE
+from flowshard.train.sample_files import spread
 
 _MOST_SAMPLES = 96
 """Samples in a page."""
@@ -120,7 +121,7 @@ def _samples(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
         room = _MOST_SAMPLES // len(with_samples)
         prompts = sorted({index for files in run.samples.values() for index in files})
         shown = prompts[: max(room // _LEAST_STEPS, 1)]
-        steps = media.spread(sorted(run.samples), max(room // len(shown), 2))
+        steps = spread(sorted(run.samples), max(room // len(shown), 2))
         files = [run.samples[step][index] for step in steps for index in shown if index in run.samples[step]]
         clips = media.as_clips(files)
         if len(runs) > 1:

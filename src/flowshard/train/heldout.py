@@ -6,6 +6,7 @@ from flowshard.data.dataset import Dataset
 from flowshard.objective.randomness import generator
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes
+from flowshard.parallel.strategies import Strategy
 from flowshard.train.batches import MicroBatch, assemble
 from flowshard.train.build import LossFunction
 from flowshard.train.inputs import RunInputs
@@ -46,21 +47,20 @@ class HeldOut:
         every = self._inputs.config.validation.every
         return every > 0 and (step % every == 0 or step == self._inputs.steps)
 
-    def evaluate(self, step: int, model: torch.nn.Module) -> HeldOutLoss:
+    def evaluate(self, step: int, strategy: Strategy) -> HeldOutLoss:
         """The losses of all samples at all their noise levels. Collective; leaves no trace in the training.
 
         Every process makes as many forward passes: where the samples run out, the last one again, which does not count.
 
         Args:
             step: updates done.
-            model: what the forward pass goes through.
+            strategy: that holds the weights.
         """
         layout, device = self._processes.layout, self._processes.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         bins = SigmaBins(device)
         count = self._sigmas.numel()
-        model.eval()
-        with torch.no_grad():
+        with strategy.evaluation() as model, torch.no_grad():
             for place in range(
                 layout.rank // layout.sequence, _next_multiple(count, layout.data_parallel), layout.data_parallel
             ):
@@ -69,7 +69,6 @@ class HeldOut:
                 if place < count:
                     total += (losses.double() * batch.weight.to(device)).sum() / layout.sequence
                     bins.add(losses, batch.sigma, 1 / layout.sequence)
-        model.train()
         values = self._processes.sum(torch.cat([total, bins.slots()])).tolist()
         return HeldOutLoss(step, finite(values[0] / count), SigmaBins.means(values[1:]))
 

@@ -17,6 +17,7 @@ from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_confi
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.train.checkpoint import Checkpoint, check_resumable, find_checkpoint
+from flowshard.train.sample_inputs import SampleInputs, check_samples
 from flowshard.weights.files import (
     TensorInfo,
     check_spec,
@@ -61,6 +62,8 @@ class RunInputs:
     """What the run goes on from."""
     changes: tuple[str, ...]
     """Lines about what has changed since then."""
+    sampling: SampleInputs | None
+    """What is made during training."""
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:
@@ -86,13 +89,15 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     metadata, held_out = read_samples(config, family)
     check_batches(config, family, metadata)
     _check_input_dropout(config, family, variant, metadata)
+    sampling = check_samples(config, family, variant, layout)
     source = find_source(
         config.model.path,
         family,
         variant,
         option="model.path",
         expert=config.model.expert,
-        encoders=config.cache_folder is None,  # else it depends on whether there is something left to encode
+        # Else it depends on whether there is something left to encode.
+        encoders=config.cache_folder is None or sampling is not None,
     )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
@@ -141,6 +146,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         samples=samples,
         checkpoint=checkpoint,
         changes=changes,
+        sampling=sampling,
     )
 
 

@@ -27,6 +27,7 @@ from flowshard.train.observer import Observer
 from flowshard.train.optimizer import AVERAGE, averaged, optimizer_factory, schedule_factor
 from flowshard.train.plan import describe_plan
 from flowshard.train.record import environment_record
+from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
 from flowshard.train.stop import Deadline, StopRequest
 from flowshard.train.updates import UpdateGuard
@@ -80,6 +81,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         encoder.release()
     batches = StepBatches(dataset, inputs.family, config, layout, levels, guidance=inputs.guidance)
 
+    samples = Samples(inputs, processes, dtype=dtype)
     sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
     if layout.ulysses_crosses_machines:
         say(
@@ -135,6 +137,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     if begin >= inputs.steps:
         say(f"all {inputs.steps} steps are done")
         return None if checkpoint is None else checkpoint.path
+    samples.begin(begin, strategy)
     digest = data_digest(inputs.metadata)
 
     def write(place: Path | None) -> Exception | None:
@@ -175,7 +178,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     ):
         # A run that was stopped may have saved this step without validating it.
         if held_out is not None and held_out.due(begin) and not processes.on_main(lambda: folder.is_validated(begin)):
-            log.write_held_out(held_out.evaluate(begin, strategy.model))
+            log.write_held_out(held_out.evaluate(begin, strategy))
         for step in range(begin, inputs.steps):
             watch.start()
             totals = StepTotals(processes, per_rank=config.log.per_rank)
@@ -242,10 +245,12 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             if done == begin + 1 and (unused := strategy.without_gradient()):
                 say(f"{len(unused)} trained tensors got no gradient, which counts as zero: {', '.join(unused[:8])}")
             if held_out is not None and held_out.due(done) and not sums.stopping:
-                log.write_held_out(held_out.evaluate(done, strategy.model))
+                log.write_held_out(held_out.evaluate(done, strategy))
             every = config.save.every
             if done == inputs.steps or sums.stopping or (every and done % every == 0):
                 last, saved = save(done), done
+            if samples.due(done) and not sums.stopping:
+                samples.make(done, strategy)
             if sums.stopping:
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from flowshard.errors import RunError
 from flowshard.parallel.processes import Processes
 from flowshard.train.checkpoint import STATE, write_manifest
+from flowshard.train.sample_files import drop_samples_after
 from flowshard.weights.files import apply_umask, atomic_file, sync
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "samples", "report.html")
@@ -46,6 +47,7 @@ class RunFolder:
         if goes_on and step:
             for file in (self.metrics, self.validation):
                 _drop_lines_after(step, file)
+            drop_samples_after(self.path / "samples", step)
         else:
             moved = self._set_aside()
         with atomic_file(self.path / "config.yaml") as temporary:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,8 @@ class Strategy(ABC):
 
     model: torch.nn.Module
     """What the forward pass goes through, from `start` on."""
+    _unwrapped: torch.nn.Module
+    """The same as it was built, from `start` on."""
 
     def __init__(self, device: torch.device, *, clip_norm: float | None, loss_scale: LossScale) -> None:
         """Prepare.
@@ -85,6 +87,22 @@ class Strategy(ABC):
         """
         del last
         return nullcontext()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[torch.nn.Module]:
+        """The model without a wrapper, in evaluation mode, for forward passes that no backward pass follows.
+
+        Collective: every process has to make as many of them. What the engine has gathered is let go of afterwards.
+        """
+        self._unwrapped.eval()
+        try:
+            yield self._unwrapped
+        finally:
+            self._unwrapped.train()
+        self._release()
+
+    def _release(self) -> None:  # noqa: B027
+        """Divide again what a forward pass alone leaves gathered."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:

@@ -101,6 +101,10 @@ class DeepSpeed(Strategy):
         self._ready_to_step = not last
         return super().micro_batch(last=last)
 
+    def _release(self) -> None:
+        if self._stage == 3:
+            self._engine.empty_partition_cache()
+
     def backward(self, loss: torch.Tensor) -> None:
         self._optimizer.loss_scale = self.loss_scale.value  # the engine applies it and takes it out
         self._engine.backward(loss, scale_wrt_gas=False)

@@ -80,6 +80,10 @@ class FullyShardedDataParallel2(PlainStrategy):
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
+    def _release(self) -> None:
+        model: Any = self._unwrapped
+        model.reshard()  # the outermost parameters, which the engine keeps for a backward pass
+
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         local: Any = tensor.to(self.device) if self._offload else tensor
         full: torch.Tensor = local.full_tensor() if isinstance(tensor, DTensor) else tensor

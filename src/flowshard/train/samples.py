@@ -1,0 +1,164 @@
+"""Samples of the model during training, through the stock pipeline, under any layout.
+
+All processes go through the same denoising with the same noise, as engines and sequence parallelism need every process
+in each forward pass; the main one writes the files. Nothing that training draws or keeps is touched.
+"""
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from flowshard.data.media import read_inputs, write_video
+from flowshard.errors import RunError
+from flowshard.families.base import Inputs
+from flowshard.parallel.processes import Processes
+from flowshard.parallel.strategies import Strategy
+from flowshard.seeds import isolated_rng
+from flowshard.train.inputs import RunInputs
+from flowshard.train.sample_files import sample_folder, write_grid
+from flowshard.train.sample_inputs import SampleInput
+from flowshard.weights.files import sync
+
+_FRAMES_PER_SECOND = 16
+
+
+class Samples:
+    """Makes the samples of a run; of one that asks for none, none are ever due."""
+
+    def __init__(self, inputs: RunInputs, processes: Processes, *, dtype: torch.dtype) -> None:
+        """Encode the prompts, for which the text encoders are loaded and let go of again.
+
+        Args:
+            inputs: of the run.
+            processes: this one and its peers.
+            dtype: in which the model computes.
+
+        Raises:
+            UserError: a file of a prompt cannot be decoded.
+        """
+        self._inputs, self._processes, self._dtype = inputs, processes, dtype
+        self._asked = inputs.sampling
+        self._folder = Path(inputs.config.output) / "samples"
+        if self._asked is None:
+            return
+        family = inputs.family
+        with isolated_rng(inputs.config.seed, "samples"):
+            self._pipeline = family.load_encoders(inputs.source, dtype=dtype, device=processes.device)
+            self._texts = [
+                family.encode_for_pipeline(self._pipeline, one.prompt, one.negative_prompt, self._decoded(one))
+                for one in self._asked.samples
+            ]
+        for name in family.text_components:
+            if isinstance(getattr(self._pipeline, name), torch.nn.Module):
+                setattr(self._pipeline, name, None)
+        self._pipeline.transformer = None
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._pipeline.to("cpu")
+
+    def due(self, step: int) -> bool:
+        """Whether samples are to be made after so many steps."""
+        if self._asked is None:
+            return False
+        return step % self._asked.every == 0 or step == self._inputs.steps
+
+    def begin(self, step: int, strategy: Strategy) -> None:
+        """Make the samples that are due before the first step of this process, unless an earlier one has made them."""
+        if self.due(step) and not self._processes.share(sample_folder(self._folder, step).is_dir()):
+            self.make(step, strategy)
+
+    def make(self, step: int, strategy: Strategy) -> None:
+        """Make the samples of the weights after so many steps. Collective.
+
+        Raises:
+            RunError: they cannot be written, or are no numbers.
+        """
+        assert self._asked is not None  # noqa: S101
+        device, pipeline = self._processes.device, self._pipeline
+        with strategy.evaluation() as model, isolated_rng(self._inputs.config.seed, "samples", step):
+            pipeline.to(device)
+            pipeline.transformer = _Transformer(model, self._dtype, device)
+            try:
+                made = [
+                    self._inputs.family.generate(
+                        pipeline,
+                        texts=_moved(texts, device),
+                        **asdict(self._asked.sampling),
+                        inputs=self._decoded(one),
+                        generator=torch.Generator("cpu").manual_seed(one.seed),
+                    )
+                    for one, texts in zip(self._asked.samples, self._texts, strict=True)
+                ]
+            finally:
+                pipeline.transformer = None
+                pipeline.to("cpu")
+        if self._processes.is_main:
+            try:
+                self._write(step, made)
+            except OSError as error:
+                raise RunError(
+                    f"cannot write the samples of step {step} in {self._folder}: {error}; make room and start again"
+                ) from None
+
+    def _decoded(self, one: SampleInput) -> Inputs:
+        assert self._asked is not None  # noqa: S101
+        sampling = self._asked.sampling
+        return read_inputs(
+            self._inputs.family.inputs,
+            one.inputs,
+            own=None,
+            height=sampling.height,
+            width=sampling.width,
+            frames=sampling.frames,
+            where="validation.prompts",
+        )
+
+    def _write(self, step: int, made: list[np.ndarray]) -> None:
+        assert self._asked is not None  # noqa: S101
+        final = sample_folder(self._folder, step)
+        partial = self._folder / f".{final.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir(parents=True)
+        for index, frames in enumerate(made):
+            file = partial / f"{index:02d}.{'png' if len(frames) == 1 else 'mp4'}"
+            if len(frames) == 1:
+                Image.fromarray(frames[0]).save(file)
+            else:
+                write_video(file, frames, fps=_FRAMES_PER_SECOND)
+            sync(file)
+        partial.rename(final)
+        sync(self._folder)
+        write_grid(self._folder, [one.prompt for one in self._asked.samples])
+
+
+class _Transformer:
+    """The model in training as a pipeline calls its transformer: in training's own types, and under autocast.
+
+    No module, so that a pipeline that moves its parts to another device lets it be.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self.dtype = dtype
+        """In which the pipeline passes latents and embeddings; weights that are trained have another."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mixed = nullcontext() if self.dtype == torch.float32 else torch.autocast(self._device.type, dtype=self.dtype)
+        with mixed:
+            return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _moved(texts: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Embeddings, or lists of them, on a device."""
+    return {
+        name: [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+        for name, value in texts.items()
+    }
