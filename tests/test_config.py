@@ -334,8 +334,6 @@ LATER = {
     "model.expert": "high",
     "objective.guidance": 3.5,
     "memory.compile": True,
-    "validation.every": 5,
-    "log.trackers": ["wandb"],
 }
 
 
