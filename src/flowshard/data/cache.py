@@ -20,6 +20,7 @@ from tqdm import tqdm
 from flowshard.config import Config
 from flowshard.data.captions import captions_of
 from flowshard.data.metadata import Row
+from flowshard.data.problems import DataError
 from flowshard.data.samples import cut_of
 from flowshard.errors import UserError
 from flowshard.families.base import Family
@@ -63,10 +64,16 @@ class EncodedCache:
         encode_media: Callable[[Row], Tensors],
         encode_text: Callable[[Row, str], Tensors],
         processes: Processes,
-    ) -> None:
+    ) -> dict[int, str]:
         """Encode what is missing for these rows; nothing that is there is touched.
 
         The processes share the work, each writing its own entries, and wait for one another outside of collectives.
+
+        Returns:
+            With `data.on_error=skip`, why rows have no entry, by their place in `rows`; the same in all processes.
+
+        Raises:
+            UserError: a medium cannot be encoded, and is not to be skipped; or the folder cannot be used.
         """
         for name in ("media", "text"):
             try:
@@ -86,19 +93,44 @@ class EncodedCache:
         processes.wait_for_all("cache listed")  # all have looked before the first writes, so all divide the same work
         if not work:
             processes.say(f"cache {self._folder}: all {len(rows)} samples are there")
-            return
+            return {}
         processes.say(f"cache {self._folder}: encoding {len(work)} of {len(entries)} entries")
         own = work[processes.layout.rank :: processes.layout.world]
         for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
+            try:
+                tensors = encode()
+            except DataError as error:
+                if self._config.data.on_error == "stop":
+                    raise
+                with atomic_file(_failure(file)) as temporary:
+                    temporary.write_text(str(error), encoding="utf-8")
+                continue
             with atomic_file(file) as temporary:
-                save_file(encode(), temporary)
+                save_file(tensors, temporary)
+            _failure(file).unlink(missing_ok=True)
         processes.wait_for_all("cache filled")
-        unseen = [row for file, (row, _) in entries.items() if not file.is_file()]
+        failed, theirs = self._failed(rows)
+        unseen = [row for file, (row, _) in entries.items() if not file.is_file() and file not in theirs]
         if unseen:
             raise UserError(
                 f"data.cache: this machine does not see {len(unseen)} entries that others wrote to {self._folder}, for "
                 f"example of {unseen[0].media}; give a folder that all machines share"
             )
+        return failed
+
+    def _failed(self, rows: Sequence[Row]) -> tuple[dict[int, str], set[Path]]:
+        """Why rows are skipped, by their place, and the entries that are missing for that."""
+        failed: dict[int, str] = {}
+        theirs: set[Path] = set()
+        if self._config.data.on_error == "stop":
+            return failed, theirs
+        for place, row in enumerate(rows):
+            file = self._media_file(row)
+            if not file.is_file() and _failure(file).is_file():
+                failed[place] = _failure(file).read_text(encoding="utf-8")
+                captions = captions_of(row, dropout=self._config.data.caption_dropout)
+                theirs |= {file, *(self._text_file(row, caption) for caption in captions)}
+        return failed, theirs
 
     def read_media(self, row: Row) -> Tensors:
         """The tensors of the row's medium, `latents` among them."""
@@ -140,6 +172,11 @@ class EncodedCache:
     def _entry(self, kind: str, ingredients: dict[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
         return self._folder / kind / f"{digest[:40]}.safetensors"
+
+
+def _failure(file: Path) -> Path:
+    """Where it is said why an entry could not be made. It is tried again by the next run."""
+    return file.with_suffix(".failed.txt")
 
 
 class _MediaHashes:
