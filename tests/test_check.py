@@ -176,6 +176,21 @@ def test_good_data_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert any("not on this machine" in line for line in report["not_checked"])
 
 
+def test_media_that_are_skipped_are_no_problem_up_to_their_number(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data" / "bad.mp4").write_bytes(b"")
+    bad, good = ({"video": name, "prompt": "x"} for name in ("bad.mp4", "clip.mp4"))
+    _write(folder, [bad, good, bad])
+    status, report = _check(folder, capsys, "data.on_error=skip")
+    assert status == 0
+    assert [(one["kind"], one["row"]) for one in report["warnings"]] == [("not decodable", 1), ("not decodable", 3)]
+    assert "row 3 " in report["warnings"][1]["message"]
+    assert _check(folder, capsys, "data.on_error=skip", "data.max_skipped=1")[0] == 2
+    _write(folder, [bad])
+    assert _check(folder, capsys, "data.on_error=skip")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

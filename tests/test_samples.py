@@ -328,9 +328,7 @@ def test_the_config_takes_texts_and_objects(tiny: Path, clips: Path, tmp_path: P
         runs.config(tiny, clips, tmp_path / "run", "validation.prompts=[{prompt: a, sed: 1}]")
     with pytest.raises(UserError, match=r"as in validation\.prompts=\[a fox, "):
         runs.config(tiny, clips, tmp_path / "run", "validation.prompts.0=a fox")
-    with pytest.raises(
-        UserError, match=r"validation\.every: 5, but there is nothing to validate with; set validation"
-    ):
+    with pytest.raises(UserError, match=r"validation\.every: 5, but there is nothing to validate with; set validation"):
         runs.config(tiny, clips, tmp_path / "run", "validation.every=5")
 
 

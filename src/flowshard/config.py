@@ -101,6 +101,11 @@ class DataConfig(Section):
     needs `train.micro_batch=1` and a cache; or its last frame again."""
     repeat: PositiveInt = 1
     """How many times an epoch goes through the metadata."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What a medium that cannot be decoded or is too short does: end the run; or have its place taken by the next row, which
+    needs a cache."""
+    max_skipped: PositiveInt = 10
+    """Rows that `skip` may leave out; more end the run."""
     caption_prefix: str = ""
     """Text that every caption begins with, for example a word that is to stand for what is trained."""
     caption_dropout: Annotated[float, Number, Field(ge=0, le=1)] = 0.0

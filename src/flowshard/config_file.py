@@ -272,6 +272,11 @@ def _check_conflicts(config: Config) -> None:
             "data.short: how long trimmed clips are is known from a cache, to plan memory with the longest; use another "
             "data.cache than off, or data.short=repeat or refuse"
         )
+    if data.on_error == "skip" and data.cache == "off":
+        raise UserError(
+            "data.on_error: which media are skipped is known from a cache, before the first step; use another data.cache than "
+            "off, or data.on_error=stop"
+        )
     train = config.train
     if (train.steps is None) == (train.epochs is None):
         state = "neither is" if train.steps is None else f"train.steps is {train.steps} and train.epochs {train.epochs}"

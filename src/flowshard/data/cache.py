@@ -22,6 +22,7 @@ from tqdm import tqdm
 from flowshard.config import Config
 from flowshard.data.captions import captions_of
 from flowshard.data.metadata import Row
+from flowshard.data.problems import DataError
 from flowshard.data.samples import cut_of
 from flowshard.errors import UserError
 from flowshard.families.base import Family
@@ -76,15 +77,18 @@ class EncodedCache:
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}
 
-    def fill(self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes) -> None:
+    def fill(self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes) -> dict[int, str]:
         """Encode what is missing for these rows; nothing that is there is touched.
 
         The processes share the work, each writing its own entries, and wait for one another outside of collectives. Other
         commands may fill the same folder meanwhile: what they have written is not encoded again.
 
+        Returns:
+            With `data.on_error=skip`, why rows have no entry, by their place in `rows`; the same in all processes.
+
         Raises:
-            UserError: the folder cannot be written, a medium cannot be decoded, or the model lacks an encoder that is
-                needed.
+            UserError: the folder cannot be written, a medium cannot be encoded and is not to be skipped, or the model
+                lacks an encoder that is needed.
         """
         for name in ("media", "text"):
             try:
@@ -114,21 +118,46 @@ class EncodedCache:
             f"{len(tasks) - len(work)} entries are there, {len(work)} are encoded now"
         )
         if not work:
-            return
+            return {}
         encoder.check(f"{len(work)} entries are not in {self._folder} yet")
         own = _own_part(work, processes)
         for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
             if file.is_file():  # by another command
                 continue
+            try:
+                tensors = encode()
+            except DataError as error:
+                if self._config.data.on_error == "stop":
+                    raise
+                with atomic_file(_failure(file)) as temporary:
+                    temporary.write_text(str(error), encoding="utf-8")
+                continue
             with atomic_file(file) as temporary:
-                save_file(encode(), temporary)
+                save_file(tensors, temporary)
+            _failure(file).unlink(missing_ok=True)
         processes.wait_for_all("cache filled")
-        unseen = [row for file, row, _ in work if not file.is_file()]
+        failed, theirs = self._failed(rows)
+        unseen = [row for file, row, _ in work if not file.is_file() and file not in theirs]
         if unseen:
             raise UserError(
                 f"data.cache: this machine does not see {len(unseen)} entries that others wrote to {self._folder}, for "
                 f"example of {unseen[0].media}; give a folder that all machines share"
             )
+        return failed
+
+    def _failed(self, rows: Sequence[Row]) -> tuple[dict[int, str], set[Path]]:
+        """Why rows are skipped, by their place, and the entries that are missing for that."""
+        failed: dict[int, str] = {}
+        theirs: set[Path] = set()
+        if self._config.data.on_error == "stop":
+            return failed, theirs
+        for place, row in enumerate(rows):
+            file = self._media_file(row)
+            if not file.is_file() and _failure(file).is_file():
+                failed[place] = _failure(file).read_text(encoding="utf-8")
+                captions = captions_of(row, dropout=self._config.data.caption_dropout)
+                theirs |= {file, *(self._text_file(row, caption) for caption in captions)}
+        return failed, theirs
 
     def _remove_abandoned(self) -> None:
         """Delete what killed processes had begun to write."""
@@ -179,6 +208,11 @@ class EncodedCache:
     def _entry(self, kind: str, ingredients: dict[str, Any]) -> Path:
         digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
         return self._folder / kind / f"{digest[:40]}.safetensors"
+
+
+def _failure(file: Path) -> Path:
+    """Where it is said why an entry could not be made. It is tried again by the next run."""
+    return file.with_suffix(".failed.txt")
 
 
 class _MediaHashes:

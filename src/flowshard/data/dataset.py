@@ -3,6 +3,7 @@
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,13 @@ class Encoder:
 class Dataset(ABC):
     """The samples of an epoch."""
 
-    def __init__(self, metadata: Metadata, data: DataConfig) -> None:
+    def __init__(self, metadata: Metadata, data: DataConfig, skipped: Collection[int] = ()) -> None:
+        """Of the rows, those at the `skipped` places are not used: each next one that is takes their place."""
+        count = len(metadata.rows)
+        self._instead = {
+            place: next(other % count for other in range(place, place + count) if other % count not in skipped)
+            for place in skipped
+        }
         self.rows = metadata.rows
         self._epoch = metadata.epoch
         self._repeat = data.repeat
@@ -120,7 +127,8 @@ class Dataset(ABC):
 
     def row(self, index: int) -> Row:
         """The row that a sample of the epoch comes from."""
-        return self.rows[self._epoch[index % len(self._epoch)]]
+        place = self._epoch[index % len(self._epoch)]
+        return self.rows[self._instead.get(place, place)]
 
     def __getitem__(self, index: int) -> Sample:
         """A sample with its first caption."""
@@ -134,8 +142,12 @@ class Dataset(ABC):
 
     def largest(self) -> Sample:
         """A sample of the largest latents that there are."""
-        row = next((row for row in self.rows if not row.is_picture), self.rows[0])
+        used = self._used()
+        row = next((row for row in used if not row.is_picture), used[0])
         return self.sample(row, row.prompt)
+
+    def _used(self) -> list[Row]:
+        return [row for place, row in enumerate(self.rows) if place not in self._instead]
 
     @abstractmethod
     def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
@@ -156,14 +168,16 @@ class OnlineDataset(Dataset):
 class CachedDataset(Dataset):
     """Reads what `fill` has encoded, by memory map."""
 
-    def __init__(self, cache: EncodedCache, metadata: Metadata, data: DataConfig) -> None:
-        super().__init__(metadata, data)
+    def __init__(
+        self, cache: EncodedCache, metadata: Metadata, data: DataConfig, skipped: Collection[int] = ()
+    ) -> None:
+        super().__init__(metadata, data, skipped)
         self._cache = cache
         self._trimmed = data.short == "trim"
 
     def largest(self) -> Sample:
         """A sample of the largest latents that there are; trimmed clips differ in length."""
-        clips = [row for row in self.rows if not row.is_picture]
+        clips = [row for row in self._used() if not row.is_picture]
         if not (self._trimmed and clips):
             return super().largest()
         row = max(clips, key=lambda clip: math.prod(self._cache.latents_shape(clip)))
@@ -187,5 +201,14 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
     if cache_folder is None:
         return OnlineDataset(encoder)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
-    cache.fill(encoder.metadata.rows, encoder, processes)
-    return CachedDataset(cache, encoder.metadata, encoder.config.data)
+    rows, data = encoder.metadata.rows, encoder.config.data
+    failed = cache.fill(rows, encoder, processes)
+    for reason in failed.values():
+        processes.say(f"skipped: {reason}")
+    most = min(data.max_skipped, len(rows) - 1)
+    if len(failed) > most:
+        raise UserError(
+            f"data.max_skipped: {len(failed)} of {len(rows)} rows cannot be used, and at most {most} may be skipped; the "
+            f"first: {next(iter(failed.values()))}. Run `flowshard check` to see all"
+        )
+    return CachedDataset(cache, encoder.metadata, data, failed)

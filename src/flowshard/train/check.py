@@ -202,7 +202,9 @@ class _Checker:
             else:
                 good.append(row)
         samples = survey(good, data, family, seed=config.seed, workers=workers, previews=previews, progress=_progress)
-        report.problems += [sample.error for sample in samples if sample.error is not None]
+        errors = [sample.error for sample in samples if sample.error is not None]
+        skipped = data.on_error == "skip" and len(errors) <= min(data.max_skipped, len(good) - 1)
+        (report.warnings if skipped else report.problems).extend(errors)
         if good and not any(sample.error for sample in samples):
             self.attempt("batch", lambda: check_batches(config, family, metadata))
         if not metadata.rows and not report.problems:
