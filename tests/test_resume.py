@@ -63,7 +63,7 @@ def _files(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_three_and_three_steps_are_bitwise_six(make: Make, method: str) -> None:
-    own = METHODS[method]
+    own = [*METHODS[method], "train.ema=0.75"]
     whole = make("whole", *own, "save.every=3")
     runs.run(whole)
     parts = make("parts", *own, "save.every=2")
@@ -81,7 +81,7 @@ def test_three_and_three_steps_are_bitwise_six(make: Make, method: str) -> None:
 @pytest.mark.parametrize("method", [pytest.param("lora"), pytest.param("full", marks=pytest.mark.slow)])
 def test_any_layout_goes_on_from_any(make: Make, tmp_path: Path, method: str) -> None:
     """From one process to each strategy on two, from each of these to the next, and back to one process."""
-    own = [*METHODS[method], "save.every=1"]
+    own = [*METHODS[method], "save.every=1", "train.ema=0.75"]
     whole = make("whole", *own)
     expected = runs.training_state(runs.run(whole))
     configs = {}

@@ -332,8 +332,8 @@ class LogConfig(Section):
     write them and the share of the devices' peak."""
     profile: bool = False
     """Measure the communication of sequence parallelism, at the price of waiting for the device at each operation."""
-    trackers: list[str] = []
-    """Experiment trackers."""
+    trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
+    """Experiment trackers that get the numbers as well, in the folder of the run and where the tracker sends them."""
 
 
 class Config(Section):
@@ -371,5 +371,4 @@ class Config(Section):
 # refused here, in one place, rather than ignored.
 AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "memory.compile": (False,),
-    "log.trackers": ([],),
 }

@@ -18,6 +18,7 @@ from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
 from flowshard.train.checkpoint import Checkpoint, check_resumable, find_checkpoint
 from flowshard.train.sample_inputs import SampleInputs, check_samples
+from flowshard.train.trackers import check_trackers
 from flowshard.weights.files import (
     TensorInfo,
     check_spec,
@@ -114,6 +115,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     _check_groups(config, adapted, trained)
     checkpoint = find_checkpoint(config)
     changes = () if checkpoint is None else tuple(check_resumable(checkpoint, config, metadata))
+    check_trackers(config.log.trackers)
     check_writable(Path(config.output), option="output")
     if config.cache_folder is not None:
         check_writable(config.cache_folder, option="data.cache")

@@ -30,6 +30,7 @@ from flowshard.train.record import environment_record
 from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
 from flowshard.train.stop import Deadline, StopRequest
+from flowshard.train.trackers import start_trackers
 from flowshard.train.updates import UpdateGuard
 from flowshard.weights.export import WeightsWriter
 
@@ -172,10 +173,10 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     communication = CommunicationMeter(sequence if config.log.profile else None)
     last, saved = None if checkpoint is None else checkpoint.path, begin
     deadline = Deadline(config.save.before)
-    with (
-        StopRequest() as stop,
-        MetricsLog(folder.metrics, folder.validation, steps=inputs.steps, enabled=processes.is_main) as log,
-    ):
+    names = config.log.trackers if processes.is_main else []
+    tracker = start_trackers(names, folder.path, config.model_dump(mode="json"), begin=begin)
+    log = MetricsLog(folder.metrics, folder.validation, tracker, steps=inputs.steps, enabled=processes.is_main)
+    with StopRequest() as stop, log:
         # A run that was stopped may have saved this step without validating it.
         if held_out is not None and held_out.due(begin) and not processes.on_main(lambda: folder.is_validated(begin)):
             log.write_held_out(held_out.evaluate(begin, strategy))

@@ -1,4 +1,4 @@
-"""What is written at every step: `metrics.jsonl`, and a progress bar or, without a terminal, plain lines."""
+"""What is written at every step: `metrics.jsonl`, trackers, and a progress bar or, without a terminal, plain lines."""
 
 import json
 import math
@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
+
+from flowshard.train.trackers import Tracker, flat
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -77,17 +79,19 @@ def finite(number: float) -> float | None:
 class MetricsLog:
     """Writes each step where it belongs."""
 
-    def __init__(self, file: Path, validation: Path, *, steps: int, enabled: bool) -> None:
+    def __init__(self, file: Path, validation: Path, tracker: Tracker, *, steps: int, enabled: bool) -> None:
         """Open the file.
 
         Args:
             file: `metrics.jsonl`.
             validation: `validation.jsonl`, which is there only once there is a line.
+            tracker: gets the same numbers; is closed with the file.
             steps: of the run.
             enabled: False on all processes but the main one, which alone writes.
         """
         self._file = file.open("a", encoding="utf-8", buffering=1) if enabled else None
         self._validation = validation
+        self._tracker = tracker
         self._steps = steps
         self._bar = tqdm(total=steps, unit="step", disable=None if enabled else True, dynamic_ncols=True)
         self._last_line = -math.inf
@@ -99,6 +103,7 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+        self._tracker.close(failed=kind is not None)
         if self._file is not None:
             self._file.close()
 
@@ -107,6 +112,7 @@ class MetricsLog:
         if self._file is None:
             return
         self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._tracker.log(flat({**asdict(metrics), "step": None}, "train"), metrics.step)
         split = (
             f"{metrics.seconds:.2f} s/step (data {metrics.seconds_data:.2f}, forward {metrics.seconds_forward:.2f}, "
             f"backward {metrics.seconds_backward:.2f}, optimizer {metrics.seconds_optimizer:.2f})"
@@ -128,6 +134,7 @@ class MetricsLog:
             return
         with self._validation.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(loss)) + "\n")
+        self._tracker.log(flat({**asdict(loss), "step": None}, "validation"), loss.step)
         shown = "no finite number" if loss.loss is None else f"{loss.loss:.4f}"
         tqdm.write(f"step {loss.step}/{self._steps}: held-out loss {shown}", file=sys.stdout)
         sys.stdout.flush()

@@ -12,9 +12,10 @@ from flowshard.errors import RunError
 from flowshard.parallel.processes import Processes
 from flowshard.train.checkpoint import STATE, write_manifest
 from flowshard.train.sample_files import drop_samples_after
+from flowshard.train.trackers import FOLDERS
 from flowshard.weights.files import apply_umask, atomic_file, sync
 
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "samples", "report.html")
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "checkpoints", "samples", "report.html", *FOLDERS)
 _PARTIAL = ".partial"
 _STOP = "stop"
 """A file of this name in the run's folder asks the run to save and stop."""
