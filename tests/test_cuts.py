@@ -183,16 +183,20 @@ def test_a_long_clip_is_not_decoded_for_a_few_frames(
     assert frames <= len(decoded) <= 24 * 3 + frames + 1
 
 
-@pytest.mark.parametrize("sampling", ["prefix", "even", "random"])
-def test_packets_that_give_no_picture_are_not_counted(folder: Path, sampling: str) -> None:
-    # A clip cut out of a stream without its first key frame: nothing can be decoded until the next, frame 12.
-    whole, file = _write(folder / "whole.mkv", _even_times(36)), folder / "torn.mkv"
+def _without_first_packet(whole: Path, file: Path) -> None:
     with av.open(str(whole)) as source, av.open(str(file), "w") as target:
         stream = target.add_stream_from_template(source.streams.video[0])
         for packet in list(source.demux(video=0))[1:]:
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
+
+
+@pytest.mark.parametrize("sampling", ["prefix", "even", "random"])
+def test_packets_that_give_no_picture_are_not_counted(folder: Path, sampling: str) -> None:
+    # A clip cut out of a stream without its first key frame: nothing can be decoded until the next, frame 12.
+    whole, file = _write(folder / "whole.mkv", _even_times(36)), folder / "torn.mkv"
+    _without_first_packet(whole, file)
     assert clip_facts(file).frames > 24
     cut = Cut(sampling=sampling, draw=0.999)  # type: ignore[arg-type]
     expected = {"prefix": [12, 13, 14], "even": [12, 24, 35], "random": [33, 34, 35]}[sampling]
@@ -242,3 +246,11 @@ def test_whatever_changes_the_frames_is_told_to_the_cache(cut: Cut) -> None:
     assert Cut(short="trim", stride=4).key() != Cut(short="repeat", stride=4).key()
     # What does not matter makes no other entry.
     assert Cut(draw=0.25, stride=4).key() == {}
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(fps=8), Cut(sampling="even"), Cut(sampling="random", fps=8)], ids=str)
+def test_a_clip_of_which_nothing_can_be_decoded_has_no_frames(folder: Path, cut: Cut) -> None:
+    file = folder / "none.mkv"
+    _without_first_packet(_write(folder / "few.mkv", _even_times(12)), file)
+    with pytest.raises(UserError, match=r"^row: has 0 frames"):
+        _numbers(file, 1, cut)

@@ -70,7 +70,8 @@ def test_every_strategy_and_policy_equals_one_process(
     """LoRA with every second pair of strategy and policy, full training with the others."""
     extra = ["zero1:2,activations=offload", "zero3:2,activations=offload", "single,activations=selective,micro_batch=2"]
     half = list(METHODS).index(method)
-    parity(options(tiny, ["single", *_grid(tmp_path / "ds.json", both=False, half=half), *extra], *METHODS[method]))
+    layouts = ["single", *_grid(tmp_path / "ds.json", both=False, half=half), *extra]
+    parity(options(tiny, layouts, *METHODS[method], "data.caption_dropout=0.3"))
     assert "all layouts agree" in capsys.readouterr().out
 
 
@@ -99,6 +100,20 @@ def test_sending_parameters_in_bfloat16_keeps_the_loss(tiny: Path) -> None:
 def test_zero3_follows_zero2_in_bfloat16_over_twenty_steps(tiny: Path) -> None:
     layouts = ["zero2:2", "zero3:2,activations=offload"]
     parity(options(tiny, layouts, "model.dtype=bfloat16", steps=20, tolerance=1e-3))
+
+
+@pytest.mark.slow
+def test_captions_sources_and_skipped_rows_are_those_of_one_process(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    names = ["clip_0.mp4", "broken.mp4", "clip_1.mp4"]
+    for name in names:
+        file = clips / name
+        (tmp_path / name).write_bytes(file.read_bytes() if file.is_file() else b"no clip")
+    rows = [{"video": name, "prompt": [f"{name} {n}" for n in range(3)]} for name in names]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    sources = f"[{{metadata: {tmp_path}/rows.json, weight: 1}}, {{metadata: {clips}/metadata.csv, weight: 2}}]"
+    own = ["data.metadata=null", f"data.sources={sources}", "data.on_error=skip", "data.caption_dropout=0.3"]
+    layouts = ["single", "ddp:2", "sp:2", "ddp:2,micro_batch=2"]
+    parity(options(tiny, layouts, *own, "data.sampling=random", layers=1))
 
 
 def test_a_disturbed_noise_is_found_and_named_first(tiny: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from flowshard.data.metadata import Metadata, read_metadata
 from flowshard.data.problems import DataError
+from flowshard.data.records import natural_order
 from flowshard.errors import UserError
 
 FORMATS = ["csv", "json", "jsonl"]
@@ -533,3 +534,10 @@ def test_all_problems_are_told_when_asked_and_the_other_rows_are_kept(folder: Pa
         (5, "row"),
         (6, "path"),
     ]
+
+
+def test_natural_order_takes_any_names() -> None:
+    names = ["a", "a1b", "a1b2c", "a02", "a2", "a10", "A3", "²", "1", "x兔"]
+    found = sorted((Path(name) for name in reversed(names)), key=natural_order)
+    # Numbers first, then letters by their code.
+    assert [path.name for path in found] == ["1", "a", "a1b", "a1b2c", "a02", "a2", "A3", "a10", "x兔", "²"]

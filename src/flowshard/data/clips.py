@@ -289,6 +289,8 @@ def _due(cut: Cut, number: int) -> float:
 def _at(clip: Clip, shown: _Shown, frames: int, cut: Cut, convert: Callable[[Image.Image], T]) -> list[T]:
     """Frames of a clip whose times are known."""
     end = shown.end if cut.end is None else min(cut.end, shown.end)
+    if not shown.times:
+        raise TooShortError(0)
     if cut.fps is None:
         offered = [time for time in shown.times if cut.start - _CLOSE <= time < end - _CLOSE]
     else:

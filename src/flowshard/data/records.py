@@ -55,9 +55,11 @@ def read_records(path: Path, note: Note) -> Records:
     return Records(tuple(columns), tuple(rows), several_captions=reader is not _read_csv)
 
 
-def natural_order(path: Path) -> list[str | int]:
+def natural_order(path: Path) -> tuple[list[str | int], str]:
     """Sorts names as people do: `x2` before `x10`."""
-    return [int(part) if part.isdigit() else part.lower() for part in re.split(r"([0-9]+)", str(path))] + [str(path)]
+    parts: list[str | int] = list(re.split(r"([0-9]+)", str(path).lower()))
+    parts[1::2] = map(int, parts[1::2])
+    return parts, str(path)
 
 
 def _read_text(path: Path) -> str:

@@ -102,19 +102,24 @@ def _look(row: Row, data: DataConfig, family: Family, *, seed: int, keep: bool) 
             if one.kind == "images":
                 for picture in inputs.get(one.column, ()):
                     family.input_shape(picture.size)
-        if row.is_picture:
-            found = Surveyed(row, size=picture_size(row.media, where=row.describe()), frames=1)
-        elif row.pictures:
-            size = picture_size(row.pictures[0], where=row.describe())
-            found = Surveyed(row, size=size, frames=len(row.pictures))
-        else:
-            facts = clip_facts(row.media)
-            found = Surveyed(row, size=(facts.width, facts.height), frames=facts.frames, fps=facts.fps)
+        found = _facts(row)
     except UserError as error:
         kind = error.kind if isinstance(error, DataError) else "input"
         message = str(error) if str(error).startswith(row.describe()) else f"{row.describe()}: {error}"
         return Surveyed(row, error=DataError(kind, message, source=row.source, row=row.number))
     return replace(found, digest=_digest(row.medium), used=len(frames), previews=_previews(frames) if keep else ())
+
+
+def _facts(row: Row) -> Surveyed:
+    """Size, frames and rate of the medium."""
+    if row.is_picture or row.pictures:
+        return Surveyed(row, size=picture_size(row.medium[0], where=row.describe()), frames=len(row.medium))
+    try:
+        facts = clip_facts(row.media)
+    except Exception as error:  # readers raise almost anything
+        reason = " ".join(str(error).split())
+        raise DataError("not decodable", f"{row.describe()}: cannot be read to its end ({reason})") from None
+    return Surveyed(row, size=(facts.width, facts.height), frames=facts.frames, fps=facts.fps)
 
 
 def _previews(frames: np.ndarray) -> tuple[Image.Image, ...]:
