@@ -18,7 +18,8 @@ from flowshard.weights.files import (
     read_json,
     scheduler_settings,
 )
-from flowshard.weights.original import is_original, label, other_kind_message, read_original, recognise_files
+from flowshard.weights.original import other_kind_message, read_original, recognise_files
+from flowshard.weights.places import is_original, label
 
 
 @dataclass(frozen=True)
