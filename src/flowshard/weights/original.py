@@ -1,8 +1,5 @@
 """A model's parts in the publisher's own files. Needs no torch."""
 
-import glob
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,13 +9,13 @@ from typing import Any
 from flowshard.errors import UserError
 from flowshard.families import all_families
 from flowshard.families.base import Family, Variant
-from flowshard.weights.files import TRANSFORMER_FOLDER, TensorInfo, download, read_header, read_json
+from flowshard.weights.files import TensorInfo, read_header, read_json
 from flowshard.weights.names import Part
+from flowshard.weights.places import all_of, beside, expert_of, label, opened_at, part_of
 from flowshard.weights.report import some
 
 Headers = Callable[[Path], dict[str, TensorInfo]]
 """Reads the header of a safetensors file, or remembers it."""
-_REPOSITORY_FILES = re.compile(r"(?P<id>[\w.-]+/[\w.-]+):(?P<pattern>.+)")
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
 """Prefixes of single files that hold the transformer as a part of something."""
 _ENCODER_TENSORS = {
@@ -41,14 +38,6 @@ class OriginalFiles:
     """The transformer's, in diffusers' terms."""
 
 
-def is_original(path: str) -> bool:
-    """Whether a path is of the publisher's files, not of a pipeline in the diffusers layout."""
-    place = Path(path)
-    if place.is_dir():
-        return not (place / "model_index.json").is_file()
-    return place.suffix in (".safetensors", ".pth") or bool(_REPOSITORY_FILES.fullmatch(path)) or "*" in path
-
-
 def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family, Variant, Mapping[str, Any]]]:
     """The variants that the publisher's files may be of by the names of tensors, and what their settings would be.
 
@@ -57,15 +46,15 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     Raises:
         UserError: the files are broken, or contradict each other.
     """
-    places = _all_of(path, option)
+    places = all_of(path, option)
     headers = cache(read_header)
     candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
     problems: list[UserError] = []
     for family, opened in _families_of(places, headers, option).items():
         files = [file for file in opened if _is_transformer(file)]
-        first = _expert_of(files[0], family)
+        first = expert_of(files[0], family)
         tensors = _transformer_tensors(
-            [one for one in files if _expert_of(one, family) == first], family, headers, option
+            [one for one in files if expert_of(one, family) == first], family, headers, option
         )
         for variant in family.variants.values():
             if variant.experts is None and first is not None:
@@ -93,7 +82,7 @@ def _families_of(places: list[Path], headers: Headers, option: str) -> dict[Fami
     for family in all_families():
         if family.original_weights is not None:
             try:
-                known[family] = [file for place in places for file in _opened(place, family, option)]
+                known[family] = [file for place in places for file in opened_at(place, family, option)]
             except UserError:  # a folder of another family
                 continue
     for family, files in known.items():
@@ -107,8 +96,8 @@ def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
     """Of families whose transformers are alike those whose parts are all there and are the most, if there are such."""
     complete: dict[Family, int] = {}
     for family, files in families.items():
-        named = {found[0] for file in files if (found := _part_of(file, family)) is not None}
-        if all(part in named or _beside(family, one, files) for part, one in family.original_parts.items()):
+        named = {found[0] for file in files if (found := part_of(file, family)) is not None}
+        if all(part in named or beside(family, one, files) for part, one in family.original_parts.items()):
             complete[family] = len(family.original_parts)
 
     def best(family: Family) -> bool:
@@ -122,7 +111,7 @@ def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
 
 def _is_transformer(file: Path) -> bool:
     """Whether a file may hold a transformer: it is an encoder of no family."""
-    return file.suffix == ".safetensors" and all(_part_of(file, family) is None for family in all_families())
+    return file.suffix == ".safetensors" and all(part_of(file, family) is None for family in all_families())
 
 
 def _has_landmark(names: Iterable[str], family: Family) -> bool:
@@ -182,7 +171,7 @@ def find_original_encoders(
 
 
 def _is_model_folder(place: Path, family: Family) -> bool:
-    return place.is_dir() and _part_of(place, family) is None
+    return place.is_dir() and part_of(place, family) is None
 
 
 def _places(path: str | Sequence[str], family: Family, variant: Variant, option: str) -> list[Path]:
@@ -196,7 +185,7 @@ def _places(path: str | Sequence[str], family: Family, variant: Variant, option:
             f"{option}: {label(path)}: {variant.name} is read in the diffusers layout only; give a folder with a "
             f"model_index.json, or the id of such a repository, for example {variant.hub_id}"
         )
-    return _all_of(path, option)
+    return all_of(path, option)
 
 
 def _sorted_out(files: Sequence[Path], family: Family, option: str) -> tuple[dict[str, Path], list[Path]]:
@@ -204,7 +193,7 @@ def _sorted_out(files: Sequence[Path], family: Family, option: str) -> tuple[dic
     parts: dict[str, Path] = {}
     weights: list[Path] = []
     for file in dict.fromkeys(files):
-        found = _part_of(file, family)
+        found = part_of(file, family)
         if found is not None:
             part, place = found
             parts[part] = place
@@ -222,9 +211,9 @@ def _add_beside(parts: dict[str, Path], folders: Sequence[Path], family: Family)
     """Add the parts that lie beside those that are known, or in other folders of the model."""
     for part, patterns in family.original_parts.items():
         if part not in parts:
-            beside = _beside(family, patterns, [*(place.parent for place in parts.values()), *folders])
-            if beside is not None:
-                parts[part] = beside
+            found = beside(family, patterns, [*(place.parent for place in parts.values()), *folders])
+            if found is not None:
+                parts[part] = found
 
 
 def _check_parts(
@@ -246,16 +235,6 @@ def _check_parts(
             _check_encoder(parts[part], variant, option)
 
 
-def label(path: str | Sequence[str]) -> str:
-    """A path or a list of them, for messages."""
-    return path if isinstance(path, str) else ", ".join(path)
-
-
-def _all_of(path: str | Sequence[str], option: str) -> list[Path]:
-    entries = [path] if isinstance(path, str) else path
-    return [place for entry in entries for place in _expand(entry, option)]
-
-
 def _of_expert(
     places: list[Path], family: Family, variant: Variant, expert: str | None, option: str
 ) -> tuple[list[Path], str]:
@@ -266,8 +245,8 @@ def _of_expert(
     """
     files: list[Path] = []
     for place in places:
-        opened = _opened(place, family, option)
-        is_two = any(_expert_of(file, family) is not None for file in opened)
+        opened = opened_at(place, family, option)
+        is_two = any(expert_of(file, family) is not None for file in opened)
         if is_two != (variant.experts is not None) and (is_two or opened != [place]):
             found, has = ("two transformers", "one") if is_two else ("one transformer", "two")
             raise UserError(
@@ -278,13 +257,8 @@ def _of_expert(
     if variant.experts is None:
         return files, str(family.original_weights)
     own = expert or "high"
-    kept = [file for file in files if _expert_of(file, family) in (own, None)]
+    kept = [file for file in files if expert_of(file, family) in (own, None)]
     return kept, f"{family.original_experts[own]}/{family.original_weights}"
-
-
-def _expert_of(file: Path, family: Family) -> str | None:
-    """Of which of two transformers a file is, by its folder."""
-    return next((name for name, folder in family.original_experts.items() if file.parent.name == folder), None)
 
 
 def _transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
@@ -414,28 +388,6 @@ def _check_encoder(folder: Path, variant: Variant, option: str) -> None:
         )
 
 
-def _part_of(file: Path, family: Family) -> tuple[str, Path] | None:
-    """The encoder or tokenizer that a file or folder of the publisher is, and where that is."""
-    for part, patterns in family.original_parts.items():
-        if any(file.match(pattern) or file.match(Path(pattern).name) for pattern in patterns):
-            return part, file
-        if not file.is_dir() and any(file.parent.match(pattern) for pattern in patterns):  # weights in a part's folder
-            alone = part == "vae" and not (file.parent / "config.json").is_file()
-            return part, file if alone else file.parent
-    return None
-
-
-def _beside(family: Family, patterns: Sequence[str], folders: Sequence[Path]) -> Path | None:
-    """What matches a pattern in one of the folders, or in the one above a transformer's."""
-    inner = (TRANSFORMER_FOLDER, *family.original_experts.values())
-    for folder in dict.fromkeys((*folders, *(folder.parent for folder in folders if folder.name in inner))):
-        for pattern in patterns:
-            found = sorted(folder.glob(pattern))
-            if found:
-                return found[0]
-    return None
-
-
 def _ours(name: str, family: Family) -> tuple[Part, ...]:
     """What of diffusers' a tensor in a publisher's or a single file holds."""
     for prefix in ("", *_WRAPPERS):
@@ -447,49 +399,3 @@ def _ours(name: str, family: Family) -> tuple[Part, ...]:
             if family.names.to_original(bare) is not None:
                 return (Part(bare),)
     return (Part(name),)
-
-
-def _expand(entry: str, option: str) -> list[Path]:
-    """The files and folders that an entry of the list stands for."""
-    repository = _REPOSITORY_FILES.fullmatch(entry)
-    if repository is not None and not Path(entry).exists():
-        return _repository_files(repository["id"], repository["pattern"], option)
-    found = sorted(Path(file) for file in glob.glob(entry))  # noqa: PTH207 - absolute patterns too
-    if not found:
-        raise UserError(f"{option}: {entry} matches no file")
-    return found
-
-
-def _opened(place: Path, family: Family, option: str) -> list[Path]:
-    """The transformer's files in a folder of a model, or of both its transformers; anything else is itself."""
-    if not place.is_dir() or _part_of(place, family) is not None:
-        return [place]
-    assert family.original_weights is not None  # noqa: S101
-    folder, _, own = family.original_weights.rpartition("/")
-    found = sorted(place.glob(own if place.name == folder else family.original_weights))
-    for expert in family.original_experts.values():
-        found += sorted((place / expert).glob(own))
-    if not found:
-        raise UserError(
-            f"{option}: {place} is neither a diffusers pipeline, as it has no model_index.json, nor has it the "
-            f"publisher's {family.original_weights}; give the right folder"
-        )
-    return found
-
-
-def _repository_files(repository: str, pattern: str, option: str) -> list[Path]:
-    """Files of a repository: below `models/` or `$DIFFSYNTH_MODEL_BASE_PATH` if they are there, else from the hub."""
-    bases = [Path("models")]
-    if os.environ.get("DIFFSYNTH_MODEL_BASE_PATH"):
-        bases.insert(0, Path(os.environ["DIFFSYNTH_MODEL_BASE_PATH"]))
-    for base in bases:
-        found = sorted((base / repository).glob(pattern))
-        if found:
-            return found
-    # With what is needed beside weights: configs and indices, tokenizers and processors, which are small.
-    settings = str(Path(pattern).parent / "*.json")
-    folder = download(repository, option=option, allow_patterns=[pattern, settings, "tokenizer*/*", "processor/*"])
-    found = sorted(folder.glob(pattern))
-    if not found:
-        raise UserError(f"{option}: {repository} has no file {pattern}")
-    return found

@@ -21,12 +21,11 @@ from flowshard.weights.files import (
 )
 from flowshard.weights.original import (
     find_original_encoders,
-    is_original,
-    label,
     other_kind_message,
     read_original,
     recognise_files,
 )
+from flowshard.weights.places import is_original, label
 
 
 @dataclass(frozen=True)
