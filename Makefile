@@ -33,6 +33,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/sequence.py
 	$(BIN)/python benchmarks/loading.py
+	$(BIN)/python benchmarks/data.py
 
 clean:
 	rm -rf .venv runs
