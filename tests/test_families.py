@@ -292,11 +292,13 @@ class _Keeper(Observer):
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_what_was_trained_loads_into_the_stock_pipeline(case: Case, clips: Path, tmp_path: Path, method: str) -> None:
-    options = (f"model.variant={case.variant}", "data.frames=1", f"train.method={method}", "train.learning_rate=1e-2")
-    inputs = check_inputs(runs.config(case.folder, clips, tmp_path / "run", *options, "train.steps=2"))
+    options = [f"model.variant={case.variant}", "data.frames=1", f"train.method={method}", "train.learning_rate=1e-2"]
+    options += ["train.steps=2", "log.flops=true"]
+    inputs = check_inputs(runs.config(case.folder, clips, tmp_path / "run", *options))
     keeper = _Keeper()
     checkpoint = train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), keeper)
     assert checkpoint is not None
+    assert 0 < runs.metrics(inputs.config)[1]["mfu"] < 1
 
     def predict(model: Any) -> torch.Tensor:
         with torch.no_grad():

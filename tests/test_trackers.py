@@ -113,6 +113,19 @@ def test_they_are_closed_when_the_run_fails(tiny: Path, clips: Path, tmp_path: P
     assert calls[-2:] == [("wandb.finish", (), {"exit_code": 1}), ("swanlab.finish", (), {})]
 
 
+def test_one_that_cannot_start_is_named_and_the_others_are_closed(
+    tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise ValueError("No API key\nconfigured")
+
+    monkeypatch.setattr(sys.modules["swanlab"], "init", fail)
+    message = "log.trackers: swanlab cannot start: No API key configured; log in, set SWANLAB_MODE=offline, or leave it"
+    with pytest.raises(UserError, match=message):
+        start_trackers(["wandb", "swanlab"], tmp_path, {}, begin=0)
+    assert calls[-1] == ("wandb.finish", (), {"exit_code": 1})
+
+
 def test_a_run_without_trackers_imports_none(tmp_path: Path, calls: Calls) -> None:
     trackers = start_trackers([], tmp_path, {}, begin=0)
     trackers.log({"train/loss": 1.0}, 1)

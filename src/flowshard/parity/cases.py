@@ -76,7 +76,7 @@ def case_config(case: Case, config_file: str, overrides: Sequence[str], folder: 
         UserError: the config or the layout is wrong.
     """
     output = folder / "runs" / "".join(c if c.isalnum() else "-" for c in case.label)
-    own = [f"output={output}", "save.every=0", "validation.every=0"]
+    own = [f"output={output}", "save.every=0", "validation.every=0", "log.flops=false", "log.trackers=[]"]
     plain = load_config(config_file, [*overrides, *own, *case.overrides])
     if plain.data.cache == "auto":
         own.append(f"data.cache={folder / 'cache'}")

@@ -62,10 +62,23 @@ def start_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any]
         folder: of the run; its name is the name of what is tracked.
         config: of the run.
         begin: updates done before.
+
+    Raises:
+        UserError: a tracker cannot start, for example because nobody is logged in.
     """
     kinds: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]]
     kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb, "swanlab": _SwanLab}
-    return Trackers([kinds[name](folder, config, begin) for name in names])
+    started: list[Tracker] = []
+    for name in names:
+        try:
+            started.append(kinds[name](folder, config, begin))
+        except Exception as error:  # of types that each tracker has of its own
+            Trackers(started).close(failed=True)
+            raise UserError(
+                f"log.trackers: {name} cannot start: {' '.join(str(error).split())}; log in, set "
+                f"{name.upper()}_MODE=offline, or leave it out"
+            ) from error
+    return Trackers(started)
 
 
 def flat(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
