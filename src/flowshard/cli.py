@@ -97,7 +97,7 @@ def _check(parsed: argparse.Namespace) -> None:
         sys.stdout.write(f"wrote {parsed.sheet}\n")
     if report.problems:
         count = len(report.problems)
-        raise UserError(f"{count} problem{'s' if count > 1 else ''} found; training would not start or not end")
+        raise UserError(f"{count} problem{'s' if count > 1 else ''} found; training would fail")
 
 
 def _generate(parsed: argparse.Namespace) -> None:
