@@ -120,7 +120,7 @@ class Flux(JointFamily):
     def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         import torch
 
-        return torch.pixel_unshuffle(self.scaled_latents(vae, pixels), 2)
+        return torch.pixel_unshuffle(self.scaled(vae, pixels), 2)
 
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch

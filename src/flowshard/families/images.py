@@ -119,8 +119,12 @@ class ImageFamily(Family):
         ).images
         return as_bytes(pictures)
 
+    def scaled_latents(self, vae: Any, frames: np.ndarray) -> torch.Tensor:
+        """`scaled` of one picture as uint8 RGB of shape (1, height, width, 3)."""
+        return self.scaled(vae, self.pixels(frames, vae.device)[:, :, 0])
+
     @staticmethod
-    def scaled_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    def scaled(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """Pictures (batch, 3, height, width) through AutoencoderKL: float32, (batch, channels, height / 8, width / 8).
 
         The mode, not a sample: the encoding is deterministic and the posterior is narrow.

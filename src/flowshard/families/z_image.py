@@ -134,8 +134,7 @@ class ZImage(ImageFamily):
         }
 
     def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
-        vae = encoders.vae
-        return {"latents": self.scaled_latents(vae, self.pixels(frames, vae.device)[:, :, 0])[0].cpu()}
+        return {"latents": self.scaled_latents(encoders.vae, frames)[0].cpu()}
 
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch
