@@ -117,10 +117,10 @@ class Flux(JointFamily):
     def sizes(self, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
         return flux_sizes(tensors)
 
-    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         import torch
 
-        return {"latents": torch.pixel_unshuffle(self.scaled_latents(encoders.vae, frames), 2)[0].cpu()}
+        return torch.pixel_unshuffle(self.scaled(vae, pixels), 2)
 
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch

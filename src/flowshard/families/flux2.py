@@ -137,27 +137,19 @@ class Flux2(JointFamily):
 
         return {"tokenizer": AutoTokenizer.from_pretrained(source.parts["tokenizer"], local_files_only=True)}
 
-    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         import torch
 
-        vae = encoders.vae
         with torch.no_grad():
-            latents = vae.encode(self.pixels(frames, vae.device)[:, :, 0]).latent_dist.mode().float()
+            latents = vae.encode(pixels).latent_dist.mode().float()
         statistics = vae.bn
         mean, variance = (one.view(1, -1, 1, 1).float() for one in (statistics.running_mean, statistics.running_var))
-        normalised = (torch.pixel_unshuffle(latents, 2) - mean) / (variance + vae.config.batch_norm_eps).sqrt()
-        return {"latents": normalised[0].cpu()}
+        return (torch.pixel_unshuffle(latents, 2) - mean) / (variance + vae.config.batch_norm_eps).sqrt()
 
-    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
-        import torch
-
-        height, width = self.input_shape(picture.size)
-        processor, vae = encoders.image_processor, encoders.vae
+    def reference_pixels(self, processor: Any, picture: Image.Image, height: int, width: int) -> torch.Tensor:
         smaller = processor._resize_if_exceeds_area(picture, REFERENCE_AREA)
-        pixels = processor.preprocess(smaller, height=height, width=width, resize_mode="crop")
-        with torch.no_grad():
-            latents: torch.Tensor = encoders._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        return latents[0]
+        pixels: torch.Tensor = processor.preprocess(smaller, height=height, width=width, resize_mode="crop")
+        return pixels
 
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch

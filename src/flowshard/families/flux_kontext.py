@@ -9,8 +9,6 @@ from flowshard.families.flux import SCHEDULER, Flux
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
-    from PIL import Image
 
 SIZES = (
     (672, 1568),
@@ -54,15 +52,6 @@ class FluxKontext(Flux):
         ratio = size[0] / size[1]
         _, width, height = min((abs(ratio - width / height), width, height) for width, height in SIZES)
         return height, width
-
-    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
-        import torch
-
-        vae, shape = encoders.vae, self.input_shape(picture.size)
-        pixels = encoders.image_processor.preprocess(picture, *shape)
-        with torch.no_grad():
-            latents = encoders._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        return torch.pixel_unshuffle(latents, 2)[0]
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         picture = arguments["inputs"]["kontext_images"][0]

@@ -120,14 +120,19 @@ class ImageFamily(Family):
         return as_bytes(pictures)
 
     def scaled_latents(self, vae: Any, frames: np.ndarray) -> torch.Tensor:
-        """A picture through diffusers' AutoencoderKL: float32 of shape (1, channels, height / 8, width / 8).
+        """`scaled` of one picture as uint8 RGB of shape (1, height, width, 3)."""
+        return self.scaled(vae, self.pixels(frames, vae.device)[:, :, 0])
+
+    @staticmethod
+    def scaled(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Pictures (batch, 3, height, width) through AutoencoderKL: float32, (batch, channels, height / 8, width / 8).
 
         The mode, not a sample: the encoding is deterministic and the posterior is narrow.
         """
         import torch
 
         with torch.no_grad():
-            latents = vae.encode(self.pixels(frames, vae.device)[:, :, 0]).latent_dist.mode()
+            latents = vae.encode(pixels).latent_dist.mode()
         scaled: torch.Tensor = (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
         return scaled
 

@@ -6,6 +6,7 @@ which these models take them: that of `torch.pixel_unshuffle`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,35 @@ class JointFamily(ImageFamily):
     def encode_inputs(self, encoders: Any, frames: np.ndarray, inputs: Inputs) -> Tensors:  # noqa: ARG002
         pictures = [picture for one in self.inputs for picture in inputs.get(one.column, ())]
         return {
-            f"{REFERENCE}{place}": self.encode_reference(encoders, picture).float().cpu().contiguous()
+            f"{REFERENCE}{place}": self.encode_reference(encoders, picture).cpu().contiguous()
             for place, picture in enumerate(pictures)
         }
 
+    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+        vae = encoders.vae
+        return {"latents": self.encode_pixels(vae, self.pixels(frames, vae.device)[:, :, 0])[0].cpu()}
+
     def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
         """Latents of a reference picture of any size as the pipeline prepares them: a grid of tokens without batch."""
-        raise NotImplementedError(f"{self.name} takes no pictures")
+        vae = encoders.vae
+        pixels = self.reference_pixels(encoders.image_processor, picture, *self.input_shape(picture.size))
+        return self.encode_pixels(vae, pixels.to(vae.device, vae.dtype))[0]
+
+    def reference_pixels(self, processor: Any, picture: Image.Image, height: int, width: int) -> torch.Tensor:
+        """A reference picture as the pipeline's image processor makes it: (1, 3, height, width) in [-1, 1]."""
+        pixels: torch.Tensor = processor.preprocess(picture, height, width)
+        return pixels
+
+    @abstractmethod
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Pictures as normalised latents, grids of tokens in float32.
+
+        The mode, not a sample: the encoding is deterministic and the posterior is narrow.
+
+        Args:
+            vae: of the pipeline.
+            pixels: (batch, 3, height, width) in [-1, 1].
+        """
 
     def tokens(self, shape: torch.Size) -> int:
         _, height, width = shape

@@ -108,18 +108,16 @@ class QwenImage(JointFamily):
             "joint_attention_dim": tensors["txt_in.weight"].shape[1],
         }
 
-    def encode_media(self, encoders: Any, frames: np.ndarray) -> Tensors:
+    def encode_pixels(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         import torch
 
-        vae = encoders.vae
         with torch.no_grad():
-            # The mode, not a sample: the encoding is deterministic and the posterior is narrow.
-            latents = vae.encode(self.pixels(frames, vae.device)).latent_dist.mode()[:, :, 0].float()
+            latents = vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0].float()
         mean, std = (
             torch.tensor(values, device=latents.device).view(1, -1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        return {"latents": torch.pixel_unshuffle((latents - mean) / std, 2)[0].cpu()}
+        return torch.pixel_unshuffle((latents - mean) / std, PATCH)
 
     def encode_text(self, encoders: Any, prompt: str) -> Tensors:
         import torch

@@ -11,7 +11,6 @@ from flowshard.families.qwen_image import SCHEDULER, QwenImage
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from PIL import Image
 
     from flowshard.families.base import Inputs, Tensors
@@ -52,15 +51,6 @@ class QwenImageEdit(QwenImage):
         from flowshard.families.qwen_processor import read_processor
 
         return {"processor": read_processor(source.parts["processor"])}
-
-    def encode_reference(self, encoders: Any, picture: Image.Image) -> torch.Tensor:
-        import torch
-
-        vae, shape = encoders.vae, self.input_shape(picture.size)
-        pixels = encoders.image_processor.preprocess(picture, *shape).unsqueeze(2)
-        with torch.no_grad():
-            latents = encoders._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        return torch.pixel_unshuffle(latents[:, :, 0], 2)[0]
 
     def encode_prompt(self, encoders: Any, prompt: str, inputs: Inputs) -> Tensors:
         """Of any length, as the pipelines do not cut these prompts."""
