@@ -8,13 +8,18 @@ DEMO := runs/demo
 demo: .venv/installed
 	rm -rf $(DEMO)
 	$(BIN)/flowshard tiny wan2.1-t2v-1.3b $(DEMO)/model
-	$(BIN)/flowshard train examples/wan_lora.yaml model.path=$(DEMO)/model output=$(DEMO)/run train.steps=20
+	$(BIN)/flowshard train examples/wan_lora.yaml model.path=$(DEMO)/model output=$(DEMO)/run train.steps=20 \
+		'validation.prompts=["a fat grey rabbit yawns in the morning sun, animation"]' validation.every=10 \
+		validation.steps=4 validation.height=96 validation.width=160 validation.frames=5
 	$(BIN)/flowshard generate --model $(DEMO)/model --lora $(DEMO)/run --height 176 --width 320 --frames 25 --steps 8 \
 		--prompt "a fat grey rabbit yawns in the morning sun, animation" --output $(DEMO)/rabbit.mp4
+	$(BIN)/flowshard report $(DEMO)/run
 	@echo
 	@echo "tiny random model   $(DEMO)/model"
 	@echo "run and its config  $(DEMO)/run"
 	@echo "numbers of a step   $(DEMO)/run/metrics.jsonl"
+	@echo "samples of training $(DEMO)/run/samples/grid.png"
+	@echo "all as one page     $(DEMO)/run/report.html"
 	@echo "trained LoRA        $(DEMO)/run/checkpoints/step-00000020/lora.safetensors"
 	@echo "generated clip      $(DEMO)/rabbit.mp4 (noise: the model's weights are random)"
 

@@ -1,5 +1,6 @@
 """The family that docs/add-a-family.md adds, in the words of the page, against the stock diffusers pipeline."""
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -166,7 +167,16 @@ def test_its_plan_equals_the_stock_model_on_one_process(added: Added) -> None:
 
 def test_a_lora_trains_and_loads_into_the_stock_pipeline(added: Added, clips: Path, tmp_path: Path) -> None:
     options = (f"model.variant={VARIANT}", "data.frames=1", "train.steps=2", "train.learning_rate=1e-2")
-    config = runs.config(added.folder, clips, tmp_path / "run", *options, "memory.activations=recompute")
+    texts = {"prompt": PROMPTS[0], "negative_prompt": "a dog"}
+    samples = (
+        f"validation.prompts=[{json.dumps(texts)}]",
+        f"validation.height={HEIGHT}",
+        f"validation.width={WIDTH}",
+        "validation.every=2",
+        "validation.steps=2",
+        "validation.guidance=3",
+    )
+    config = runs.config(added.folder, clips, tmp_path / "run", *options, *samples, "memory.activations=recompute")
     checkpoint = runs.run(config)
     assert [line["step"] for line in runs.metrics(config)] == [1, 2]
     pipeline = DiffusionPipeline.from_pretrained(added.folder)
@@ -174,6 +184,10 @@ def test_a_lora_trains_and_loads_into_the_stock_pipeline(added: Added, clips: Pa
     with torch.no_grad():
         trained, base = (added.predict(model, PROMPTS[0]) for model in (pipeline.transformer, added.model()))
     assert relative_error(trained, base) > 1e-3
+    generator = torch.Generator().manual_seed(0)
+    stock = _stock(added, **texts, guidance_scale=3.0, generator=generator, output_type="np").images[0]
+    first = np.asarray(Image.open(tmp_path / "run" / "samples" / "step-00000000" / "00.png"))
+    assert np.array_equal(first, (stock * 255).round().astype(np.uint8))
 
 
 def test_generate_equals_the_stock_pipeline(added: Added, tmp_path: Path) -> None:

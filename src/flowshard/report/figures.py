@@ -23,8 +23,13 @@ _RECENT = 50
 
 
 def span(table: Table) -> float:
-    """Steps over which a run is smoothed: a fiftieth of it, but some at least."""
-    return max(len(table) / 50, 5.0)
+    """Steps over which a run is smoothed."""
+    return span_of(len(table))
+
+
+def span_of(count: int) -> float:
+    """Values over which so many are smoothed: a fiftieth of them, or 5, but not more than a tenth of a short run."""
+    return max(count / 50, min(count / 10, 5.0))
 
 
 def smoothed_loss(run: Run) -> list[float]:
@@ -116,7 +121,7 @@ def _by_sigma(runs: Sequence[Run], names: Sequence[str], smoothing: str) -> Iter
     def points(run: Run, index: int) -> Points:
         # A step that drew no sigma of that quarter says nothing of it, so the line goes on over it.
         steps, values = present(run.metrics.steps, run.metrics.columns[quartile(index)])
-        return thin(steps, smooth(values, max(len(values) / 50, 5.0)))
+        return thin(steps, smooth(values, span_of(len(values))))
 
     title = "Loss by noise level"
     if len(runs) == 1:

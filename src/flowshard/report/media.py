@@ -28,18 +28,19 @@ def element(file: Path, description: str, *, clips: bool) -> str:
         description: for those who do not see it.
         clips: whether a clip is shown as such, and not its middle frame.
     """
-    if clips and file.suffix == ".mp4":
-        source = _uri("video/mp4", file.read_bytes())
-        return f'<video src="{source}" aria-label="{escape(description)}" controls loop muted playsinline></video>'
     try:
         picture = middle_frame(file)
     except UserError as error:
         return f'<p class="note">{escape(str(error))}</p>'
     picture.thumbnail((_SIDE, _SIDE))
-    small = ' class="small"' if picture.width < 128 else ""
     buffer = io.BytesIO()
     picture.save(buffer, format="JPEG", quality=88)
-    return f'<img{small} src="{_uri("image/jpeg", buffer.getvalue())}" alt="{escape(description)}">'
+    still = _uri("image/jpeg", buffer.getvalue())
+    if clips and file.suffix == ".mp4":
+        clip = _uri("video/mp4", file.read_bytes())
+        how = 'preload="none" tabindex="0" loop muted playsinline'
+        return f'<video src="{clip}" poster="{still}" aria-label="{escape(description)}" {how}></video>'
+    return f'<img src="{still}" alt="{escape(description)}">'
 
 
 def _uri(kind: str, content: bytes) -> str:

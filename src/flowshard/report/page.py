@@ -134,6 +134,8 @@ def _samples(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
                 if index in run.samples[step]
             ]
             parts.append(f'<p class="prompt">{escape(run.prompt(index))}</p><div class="strip">{"".join(strip)}</div>')
+        if clips and any(file.suffix == ".mp4" for file in files):
+            parts.append('<p class="note">Clips play at a click.</p>')
         left = []
         if len(steps) < len(run.samples):
             left.append(f"{len(steps)} of {len(run.samples)} steps")

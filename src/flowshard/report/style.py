@@ -83,8 +83,8 @@ svg text {{ fill: var(--muted); font-size: 13px; font-variant-numeric: tabular-n
 .scroll {{ overflow-x: auto; }}
 .strip {{ display: flex; gap: 10px; overflow-x: auto; padding-bottom: 6px; }}
 .strip figure {{ flex: 0 0 auto; padding: 0; background: none; }}
-.strip img, .strip video {{ display: block; max-width: 260px; max-height: 260px; border-radius: 6px; }}
-.strip img.small {{ width: 128px; }}
+.strip img, .strip video {{ display: block; height: 160px; width: auto; border-radius: 6px; }}
+.strip video {{ cursor: pointer; }}
 .strip figcaption {{ color: var(--muted); font-size: 13px; }}
 .prompt {{ margin: 16px 0 6px; overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }}
@@ -104,6 +104,14 @@ pre {{ margin: 10px 0 0; overflow-x: auto; font: 13px/1.45 ui-monospace, "Cascad
 """
 
 SCRIPT = """
+// A clip plays and stops at a click or a key.
+for (const clip of document.querySelectorAll("video")) {
+  const turn = () => { if (clip.paused) clip.play(); else clip.pause(); };
+  clip.addEventListener("click", turn);
+  clip.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); turn(); }
+  });
+}
 // Shows the values of a chart's lines at the step under the pointer.
 for (const chart of document.querySelectorAll("figure.chart")) {
   const svg = chart.querySelector("svg"), box = chart.querySelector(".values"), rule = svg.querySelector(".pointer");
