@@ -21,7 +21,8 @@ from flowshard.data.survey import Surveyed, survey
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
-from flowshard.train.inputs import check_batches, check_inputs, check_row, count_steps, with_variant
+from flowshard.train.data_inputs import check_batches, check_row
+from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
 from flowshard.weights.source import find_source
 

@@ -7,7 +7,8 @@ from flowshard.data.metadata import Metadata
 from flowshard.errors import UserError
 from flowshard.families import Family
 from flowshard.parallel.layout import Layout, encoding_layout
-from flowshard.train.inputs import check_writable, read_samples, with_variant
+from flowshard.train.data_inputs import read_samples
+from flowshard.train.inputs import check_writable, with_variant
 from flowshard.weights.source import ModelSource, find_encoders
 
 
