@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flowshard.config import Config
 from flowshard.libraries import quiet_libraries
@@ -35,7 +37,13 @@ CASES = {
     "fsdp2 parameters": ["layout.offload_parameters=true"],
 }
 """Strategy, with what it keeps in host memory, to its further options."""
-CHECKS = ("clipped updates", "optimizer state by name", "restored state", "loss scale and overflow")
+CHECKS = (
+    "clipped updates",
+    "optimizer state by name",
+    "sampling between updates",
+    "restored state",
+    "loss scale and overflow",
+)
 SAMPLES, ACCUMULATION, STEPS, CLIP = 6, 2, 4, 0.05
 Tensors = dict[str, torch.Tensor]
 
@@ -131,6 +139,13 @@ def close(found: Tensors, expected: Tensors, bound: float = 1e-6) -> None:
         assert error <= bound, (name, float(error), found[name], value)
 
 
+def elements(strategy: Strategy) -> int:
+    """Of all parameters, those that this process holds."""
+    with strategy.sampling() as model:
+        parameters: list[Any] = list(model.parameters())
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+
+
 def checks(name: str, folder: Path, reference: Reference, processes: Processes) -> Iterator[str]:
     """Run one strategy; a line for every check."""
     layout = [
@@ -162,11 +177,19 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     restored = make(config, processes, reference.weights[2], folder)
     restored.restore_optimizer_state(reference.states[2].__getitem__, lambda: loss_of(restored.model, batch(0)[:1]))
     close(dict(restored.parameters(every)), reference.weights[2], 0.0)
+    held = elements(restored)
+    with restored.sampling() as model, torch.no_grad():
+        outputs = [model(batch(9)) for _ in range(3)]
+        assert not model.training
+    expected_output = torch.func.functional_call(Small(), reference.weights[2], batch(9))
+    assert all(torch.allclose(output, expected_output, rtol=1e-6) for output in outputs)
+    assert model.training and elements(restored) <= held
+    yield CHECKS[2]
     for step in (2, 3):
         norm, _ = update(restored, step, rank)
         assert abs(norm - reference.norms[step]) <= 1e-5 * reference.norms[step], (norm, reference.norms[step])
     close(dict(restored.parameters(every)), reference.weights[4])
-    yield CHECKS[2]
+    yield CHECKS[3]
 
     half = runs.config(Path("model"), Path("data"), configs / f"{name}-16", *layout, "model.dtype=float16")
     scaled = make(half, processes, reference.weights[0], folder)
@@ -181,7 +204,7 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     close(dict(scaled.parameters(every)), reference.weights[1])
     norm, _ = update(scaled, 1, rank)
     close(dict(scaled.parameters(every)), reference.weights[2])
-    yield CHECKS[3]
+    yield CHECKS[4]
 
 
 def main(folder: Path) -> None:
