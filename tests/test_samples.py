@@ -22,6 +22,7 @@ from flowshard.data.media import write_video
 from flowshard.errors import UserError
 from flowshard.families import find_variant
 from flowshard.families.base import as_bytes
+from flowshard.families.wan import Wan
 from flowshard.parallel.processes import Processes
 from flowshard.train import samples as samples_module
 from flowshard.train.inputs import check_inputs
@@ -249,6 +250,30 @@ def test_samples_come_every_so_many_steps_and_at_the_end_and_again_after_a_resum
     assert second.keys() == first.keys()
     assert all(np.array_equal(second[key], first[key]) for key in first if key != (0, 0))
     assert np.array_equal(second[0, 0], first[2, 1]), "what was there before the checkpoint stays"
+
+
+def test_a_sample_that_cannot_be_made_or_written_does_not_end_the_run(
+    tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = Wan.generate
+
+    def broken(self: Wan, pipeline: Any, **arguments: Any) -> np.ndarray:
+        frames = generate(self, pipeline, **arguments)
+        return as_bytes(np.array([math.nan])) if arguments["generator"].initial_seed() == 3 else frames
+
+    def full(folder: Path, prompts: Any) -> None:
+        write_grid(folder, prompts)
+        if len(find_samples(folder)) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Wan, "generate", broken)
+    monkeypatch.setattr(samples_module, "write_grid", full)
+    config = runs.config(tiny, clips, tmp_path / "run", *PICTURES, *SAMPLES)
+    runs.run(config)
+    assert set(_samples(config)) == {(0, 0), (1, 0), (2, 0)}
+    said = capsys.readouterr().out
+    assert "warning: no sample of prompt 1 at step 0: the pipeline made pixels that are no numbers" in said
+    assert said.count("warning: cannot write the samples of step 1 in") == 1 and "No space left" in said
 
 
 def test_samples_of_later_steps_than_the_checkpoint_are_removed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """How clips are sampled in a run: what the cache keeps apart, random places, and clips that are trimmed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from flowshard.config_file import load_config
 from flowshard.data.cache import EncodedCache
+from flowshard.data.order import global_batch
 from flowshard.data.samples import cut_of, decode
 from flowshard.errors import UserError
 from flowshard.train.inputs import RunInputs, check_inputs
@@ -96,9 +98,46 @@ def test_short_clips_are_repeated(tiny: Path, clips: Path, data: Path) -> None:
     assert (frames[4] != frames[28]).any()
 
 
+def test_bad_media_are_skipped_and_the_next_row_takes_their_place(
+    tiny: Path, clips: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("clip_0.mp4", "clip_1.mp4"):
+        shutil.copy(clips / name, data.parent)
+    (data.parent / "broken.mp4").write_bytes(b"no clip")
+    # The second and the last cannot be used: 25 frames of 29, and broken.
+    names = ["clip_0.mp4", "clip_1.mp4", "clip_0.mp4", "broken.mp4"]
+    prompts = ["a", "b", "c", "d"]
+    rows = [{"video": name, "prompt": prompt} for name, prompt in zip(names, prompts, strict=True)]
+    data.write_text(json.dumps(rows))
+    own = (f"data.root={data.parent}", "data.frames=29", "train.global_batch=4", "data.on_error=skip")
+    inputs = _inputs(tiny, clips, data, *own)
+    for _ in range(2):  # what failed is tried again, and fails again
+        batches = runs.batches(inputs)
+        printed = capsys.readouterr().out
+        for part in ("row 2 ", "has 25 frames, data.frames asks for 29", "row 4 ", "cannot be decoded"):
+            assert part in printed
+    instead = {1: "c", 3: "a"}
+    for step in range(3):
+        order = global_batch(0, step, size=4, global_batch=4)
+        expected = [instead.get(index, prompts[index]) for index in order]
+        assert [row.prompt for row in batches.rows(step)] == expected
+        assert [row.prompt for batch in batches.micro_batches(step) for row in batch.rows] == expected
+    # Mended, it is used.
+    shutil.copy(clips / "clip_2.mp4", data.parent / "broken.mp4")
+    assert sorted(row.prompt for row in runs.batches(inputs).rows(0)) == ["a", "c", "c", "d"]
+    (data.parent / "broken.mp4").write_bytes(b"no clip")
+    with pytest.raises(
+        UserError, match=r"^data\.max_skipped: 2 of 4 rows cannot be used, and at most 1 may be skipped"
+    ):
+        runs.batches(_inputs(tiny, clips, data, *own, "data.max_skipped=1"))
+    with pytest.raises(UserError, match=r"row 2 .* has 25 frames"):
+        runs.batches(_inputs(tiny, clips, data, *own[:-1]))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (("data.on_error=skip", "data.cache=off"), "data.on_error: which media are skipped is known from a cache"),
         (
             ("data.short=trim", "train.micro_batch=2", "train.global_batch=2"),
             "data.short: clips that are trimmed differ",

@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flowshard.config import Config
 from flowshard.libraries import quiet_libraries
@@ -40,6 +42,7 @@ CASES = {
 CHECKS = (
     "clipped updates",
     "optimizer state by name",
+    "evaluation between updates",
     "restored state",
     "loss scale and overflow",
     "updates left out",
@@ -144,6 +147,13 @@ def close(found: Tensors, expected: Tensors, bound: float = 1e-6) -> None:
         assert error <= bound, (name, float(error), found[name], value)
 
 
+def elements(strategy: Strategy) -> int:
+    """Of all parameters, those that this process holds."""
+    with strategy.evaluation() as model:
+        parameters: list[Any] = list(model.parameters())
+        return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+
+
 def checks(name: str, folder: Path, reference: Reference, processes: Processes) -> Iterator[str]:
     """Run one strategy; a line for every check."""
     layout = [
@@ -179,13 +189,21 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     restored = make(config, processes, reference.weights[2], folder)
     restored.restore_optimizer_state(reference.states[2].__getitem__, lambda: loss_of(restored.model, batch(0)[:1]))
     close(dict(restored.parameters(every)), reference.weights[2], 0.0)
+    held = elements(restored)
+    with restored.evaluation() as model, torch.no_grad():
+        outputs = [model(batch(9)) for _ in range(3)]
+        assert not model.training
+    expected_output = torch.func.functional_call(Small(), reference.weights[2], batch(9))
+    assert all(torch.allclose(output, expected_output, rtol=1e-6) for output in outputs)
+    assert model.training and elements(restored) <= held
+    yield CHECKS[2]
     for step in (2, 3):
         norm, _ = update(restored, step, rank)
         assert abs(norm - reference.norms[step]) <= 1e-5 * reference.norms[step], (norm, reference.norms[step])
     close(dict(restored.parameters(every)), reference.weights[4])
     final = {parameter: state["ema"] for parameter, state in reference.states[4].items()}
     close(dict(restored.optimizer_tensors(list(final), "ema")), final)
-    yield CHECKS[2]
+    yield CHECKS[3]
 
     half = runs.config(Path("model"), Path("data"), configs / f"{name}-16", *layout, "model.dtype=float16")
     scaled = make(half, processes, reference.weights[0], folder)
@@ -200,7 +218,7 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     close(dict(scaled.parameters(every)), reference.weights[1])
     norm, _ = update(scaled, 1, rank)
     close(dict(scaled.parameters(every)), reference.weights[2])
-    yield CHECKS[3]
+    yield CHECKS[4]
 
     guarded = make(config, processes, reference.weights[0], folder)
     for step, limit in ((0, -math.inf), (0, reference.norms[0] / 2), (0, 2 * reference.norms[0]), (1, 0.0)):
@@ -212,7 +230,7 @@ def checks(name: str, folder: Path, reference: Reference, processes: Processes) 
     state = {parameter: _copies(values) for parameter, values in guarded.optimizer_state()}
     for parameter, expected in reference.states[2].items():
         close(state[parameter], expected, 1e-5)
-    yield CHECKS[4]
+    yield CHECKS[5]
 
 
 def main(folder: Path) -> None:

@@ -5,6 +5,7 @@ in each forward pass; the main one writes the files. Nothing that training draws
 """
 
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -48,11 +49,13 @@ class Samples:
         if self._asked is None:
             return
         family = inputs.family
+        # Now, as all processes have to have them whatever becomes of the files.
+        self._given = [self._decoded(one) for one in self._asked.samples]
         with isolated_rng(inputs.config.seed, "samples"):
             self._pipeline = family.load_encoders(inputs.source, dtype=dtype, device=processes.device)
             self._texts = [
-                family.encode_for_pipeline(self._pipeline, one.prompt, one.negative_prompt, self._decoded(one))
-                for one in self._asked.samples
+                family.encode_for_pipeline(self._pipeline, one.prompt, one.negative_prompt, given)
+                for one, given in zip(self._asked.samples, self._given, strict=True)
             ]
         for name in family.text_components:
             if isinstance(getattr(self._pipeline, name), torch.nn.Module):
@@ -75,8 +78,7 @@ class Samples:
     def make(self, step: int, strategy: Strategy) -> None:
         """Make the samples of the weights after so many steps. Collective.
 
-        Raises:
-            RunError: they cannot be written, or are no numbers.
+        What cannot be made or written is named and left out: the training is worth more.
         """
         assert self._asked is not None  # noqa: S101
         device, pipeline = self._processes.device, self._pipeline
@@ -84,26 +86,31 @@ class Samples:
             pipeline.to(device)
             pipeline.transformer = _Transformer(model, self._dtype, device)
             try:
-                made = [
-                    self._inputs.family.generate(
-                        pipeline,
-                        texts=_moved(texts, device),
-                        **asdict(self._asked.sampling),
-                        inputs=self._decoded(one),
-                        generator=torch.Generator("cpu").manual_seed(one.seed),
-                    )
-                    for one, texts in zip(self._asked.samples, self._texts, strict=True)
-                ]
+                made = {}
+                for index in range(len(self._texts)):
+                    try:
+                        made[index] = self._generate(index)
+                    except RunError as error:  # after the last call of the model, so all processes go on together
+                        self._processes.say(f"warning: no sample of prompt {index} at step {step}: {error}")
             finally:
                 pipeline.transformer = None
                 pipeline.to("cpu")
-        if self._processes.is_main:
+        if self._processes.is_main and made:
             try:
                 self._write(step, made)
             except OSError as error:
-                raise RunError(
-                    f"cannot write the samples of step {step} in {self._folder}: {error}; make room and start again"
-                ) from None
+                self._processes.say(f"warning: cannot write the samples of step {step} in {self._folder}: {error}")
+
+    def _generate(self, index: int) -> np.ndarray:
+        assert self._asked is not None  # noqa: S101
+        one = self._asked.samples[index]
+        return self._inputs.family.generate(
+            self._pipeline,
+            texts=_moved(self._texts[index], self._processes.device),
+            **asdict(self._asked.sampling),
+            inputs=self._given[index],
+            generator=torch.Generator("cpu").manual_seed(one.seed),
+        )
 
     def _decoded(self, one: SampleInput) -> Inputs:
         assert self._asked is not None  # noqa: S101
@@ -118,13 +125,13 @@ class Samples:
             where="validation.prompts",
         )
 
-    def _write(self, step: int, made: list[np.ndarray]) -> None:
+    def _write(self, step: int, made: Mapping[int, np.ndarray]) -> None:
         assert self._asked is not None  # noqa: S101
         final = sample_folder(self._folder, step)
         partial = self._folder / f".{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir(parents=True)
-        for index, frames in enumerate(made):
+        for index, frames in made.items():
             file = partial / f"{index:02d}.{'png' if len(frames) == 1 else 'mp4'}"
             if len(frames) == 1:
                 Image.fromarray(frames[0]).save(file)
