@@ -179,6 +179,15 @@ def test_damaged_checkpoints_are_passed_over_or_refused(make: Make, capsys: pyte
             check_inputs(make("run", *METHODS["lora"], f"resume={_checkpoint(config, step)}"))
     with pytest.raises(UserError, match=r"is neither a checkpoint with a state.json nor a run"):
         check_inputs(make("run", *METHODS["lora"], "resume=nowhere"))
+    losses = [line["loss"] for line in runs.metrics(config)]
+    runs.run(make("run", *METHODS["lora"], "train.steps=3", "save.every=1", "resume=auto"))
+    assert "held checkpoints of later steps, which are now in" in capsys.readouterr().out
+    assert list(complete_checkpoints(Path(config.output))) == [_checkpoint(config, step) for step in (3, 2, 1)]
+    assert [path.name for path in sorted(Path(config.output, "previous", "1", "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    assert [line["loss"] for line in runs.metrics(config)] == losses
     content = bytearray((_checkpoint(config, 1) / "state.json").read_bytes())
     content[-3] ^= 1
     (_checkpoint(config, 1) / "state.json").write_bytes(content)

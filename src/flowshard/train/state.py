@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,13 @@ class RunFolder:
             for file in (self.metrics, self.validation):
                 _drop_lines_after(step, file)
             drop_samples_after(self.path / "samples", step)
+            # Damaged ones, or those after one that was asked for: the run comes to these steps again.
+            later = [one for one in self.checkpoints() if one.name > f"step-{step:08d}"]
+            moved = self._set_aside(later, what="checkpoints of later steps")
         else:
-            moved = self._set_aside()
+            moved = self._set_aside(
+                [self.path / name for name in _RUN_FILES if (self.path / name).exists()], what="an earlier run"
+            )
         with atomic_file(self.path / "config.yaml") as temporary:
             temporary.write_text(config_text, encoding="utf-8")
         return moved
@@ -67,17 +72,18 @@ class RunFolder:
         lines = self.validation.read_text(encoding="utf-8").splitlines()
         return any(json.loads(line)["step"] == step for line in lines)
 
-    def _set_aside(self) -> str | None:
-        earlier = [self.path / name for name in _RUN_FILES if (self.path / name).exists()]
-        if not earlier:
+    def _set_aside(self, items: Sequence[Path], *, what: str) -> str | None:
+        """Move files and folders of the run to the same place below `previous/N`; a line for the user if there are any."""
+        if not items:
             return None
         previous = self.path / "previous"
         taken = [int(entry.name) for entry in previous.glob("*") if entry.name.isdecimal()]
         target = previous / str(max(taken, default=0) + 1)
-        target.mkdir(parents=True)
-        for item in earlier:
-            item.rename(target / item.name)
-        return f"{self.path} held an earlier run, which is now in {target}"
+        for item in items:
+            place = target / item.relative_to(self.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            item.rename(place)
+        return f"{self.path} held {what}, which {'are' if what.endswith('s') else 'is'} now in {target}"
 
     def save_checkpoint(
         self,
