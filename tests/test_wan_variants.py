@@ -246,7 +246,7 @@ def test_generate_equals_the_stock_pipeline(
         assert "--guidance-low: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_what_was_trained_loads_into_the_stock_pipeline(case: Case, tmp_path: Path, method: str) -> None:
     expert = [] if case.variant.experts is None else ["model.expert=low"]
     run = (*expert, f"train.method={method}", "train.steps=2", "train.global_batch=1", "train.learning_rate=1e-2")
