@@ -256,6 +256,7 @@ def test_the_pipeline_works(tiny: Path) -> None:
     assert (found == expected).all()
 
 
+@pytest.mark.slow
 def test_the_example_trains_under_every_layout(tiny: Path) -> None:
     layouts = ["single", "zero3:2", "fsdp2:2,activations=recompute", "sp:2", "zero2:2,micro_batch=2"]
     parity(options(tiny, layouts, config=str(REPOSITORY / "examples/added_modules/wan.yaml")))

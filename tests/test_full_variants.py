@@ -29,6 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, clips: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_full_training_on_two_processes_is_that_on_one(tiny_models: TinyModels, data: Path, tmp_path: Path) -> None:
     """In one launch: losses, gradient norms, and every tensor of what is saved."""
     own = ("train.method=full", "train.learning_rate=1e-5", "train.global_batch=2", "train.steps=2")

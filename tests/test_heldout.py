@@ -135,8 +135,9 @@ def test_before_the_first_step_it_is_the_stock_transformers_loss(make: Make, tmp
     assert found[1]["loss"] != found[0]["loss"]
 
 
+@pytest.mark.parametrize("strategies", [(), pytest.param(("ddp", "zero1", "zero2", "fsdp2"), marks=pytest.mark.slow)])
 def test_every_layout_finds_it_and_training_does_not_notice(
-    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], strategies: tuple[str, ...]
 ) -> None:
     """Eight forward passes on three processes, so one process repeats one that does not count.
 
@@ -154,7 +155,7 @@ def test_every_layout_finds_it_and_training_does_not_notice(
     assert Path(single.output, last).read_bytes() == Path(without.output, last).read_bytes()
     assert not Path(without.output, "validation.jsonl").exists()
     cases = {
-        **{name: [f"layout.strategy={name}"] for name in ("ddp", "zero1", "zero2", "fsdp2")},
+        **{name: [f"layout.strategy={name}"] for name in strategies},
         "zero3": zero3,
         "shared": [*zero3, "layout.sequence=3", "memory.activations=recompute"],
     }

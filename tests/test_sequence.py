@@ -36,7 +36,7 @@ def test_distributed_attention_equals_torch(world: int) -> None:
     assert done.stdout.splitlines() == [line for line in _splits(world) if not line.startswith("ulysses 8")]
 
 
-@pytest.mark.parametrize("world", [2, 3, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8))])
+@pytest.mark.parametrize("world", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4, 8))])
 def test_the_divided_transformer_equals_the_stock_one(tiny_models: Callable[[str], Path], world: int) -> None:
     """Of every family, by heads and round the ring, with prompts of different length."""
     models = [f"{variant}={tiny_models(variant) / 'transformer'}" for variant in BASES]
@@ -148,6 +148,7 @@ def test_every_strategy_divides_samples_on_two_processes(tiny: Path) -> None:
     parity(options(tiny, ["single", "sp:2", *layouts], *METHODS["lora"], *ODD))
 
 
+@pytest.mark.slow
 def test_samples_are_divided_beside_data_parallelism(tiny: Path) -> None:
     """Full training of an odd number of tokens on four processes."""
     layouts = ["zero2:4,sequence=2", "zero3:4,sequence=2,activations=offload", "fsdp2:4,sequence=2", "sp:4,ring=2"]
@@ -192,7 +193,8 @@ def test_parity_walks_to_the_module_that_differs(tiny: Path, fault: str, found: 
         parity(options(tiny, ["single", "sp:2"], *METHODS["lora"], *ODD, steps=1, fault=fault))
 
 
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
 def test_losses_with_two_processes_a_sample_are_those_with_one(
     tiny: Path, clips: Path, tmp_path: Path, data: int
 ) -> None:
@@ -220,7 +222,7 @@ def test_losses_with_two_processes_a_sample_are_those_with_one(
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name in (BASES[0], BASES[-1]) else pytest.mark.slow) for name in BASES]
+    "variant", [pytest.param(name, marks=[] if name == BASES[0] else pytest.mark.slow) for name in BASES]
 )
 def test_two_processes_make_the_same_as_one(tiny_models: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     """With classifier-free guidance where the model has it."""

@@ -64,7 +64,7 @@ def seven(tmp_path: Path, clips: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_stopped_run_has_saved_the_same_files_under_every_strategy(
     tiny: Path, seven: Path, tmp_path: Path, method: str
 ) -> None:

@@ -77,11 +77,19 @@ class EncodedCache:
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}
 
-    def fill(self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes) -> dict[int, str]:
+    def fill(
+        self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes, *, apart: bool = False
+    ) -> dict[int, str]:
         """Encode what is missing for these rows; nothing that is there is touched.
 
         The processes share the work, each writing its own entries, and wait for one another outside of collectives. Other
         commands may fill the same folder meanwhile: what they have written is not encoded again.
+
+        Args:
+            rows: of the metadata.
+            encoder: makes the entries.
+            processes: this one and its peers.
+            apart: begin at a place of this process's own, so that several commands meet at the end only.
 
         Returns:
             With `data.on_error=skip`, why rows have no entry, by their place in `rows`; the same in all processes.
@@ -120,7 +128,7 @@ class EncodedCache:
         if not work:
             return {}
         encoder.check(f"{len(work)} entries are not in {self._folder} yet")
-        own = _own_part(work, processes)
+        own = _rotated(work) if apart else work[processes.layout.rank :: processes.layout.world]
         for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
             if file.is_file():  # by another command
                 continue
@@ -249,17 +257,10 @@ class _MediaHashes:
             self._changed = False
 
 
-def _own_part(work: Sequence[T], processes: Processes) -> Sequence[T]:
-    """What this process begins with, and all that it has to do.
-
-    Processes of one command divide the work. A process on its own does all of it, from a place of its own, so that
-    several commands that fill one folder meet at the end only.
-    """
-    if processes.layout.world > 1:
-        return work[processes.layout.rank :: processes.layout.world]
-    start = int.from_bytes(hashlib.sha256(str((os.getpid(), os.uname().nodename)).encode()).digest()[:4], "big") % len(
-        work
-    )
+def _rotated(work: Sequence[T]) -> Sequence[T]:
+    """All of it, from a place on that differs from process to process."""
+    process = str((os.uname().nodename, os.getpid()))
+    start = int.from_bytes(hashlib.sha256(process.encode()).digest()[:4], "big") % len(work)
     return [*work[start:], *work[:start]]
 
 

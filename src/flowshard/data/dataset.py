@@ -187,13 +187,14 @@ class CachedDataset(Dataset):
         return {**self._cache.read_media(row), **self._cache.read_text(row, caption)}
 
 
-def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Processes) -> Dataset:
+def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Processes, apart: bool = False) -> Dataset:
     """The dataset of a run; with a cache folder, everything that is not in it yet is encoded now.
 
     Args:
         encoder: for what has to be encoded; may be released afterwards if there is a cache.
         cache_folder: where encoded samples are kept; None encodes at every access.
         processes: share the work.
+        apart: see `EncodedCache.fill`.
 
     Raises:
         UserError: a medium cannot be decoded; the message names file and row.
@@ -202,7 +203,7 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
         return OnlineDataset(encoder)
     cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
     rows, data = encoder.metadata.rows, encoder.config.data
-    failed = cache.fill(rows, encoder, processes)
+    failed = cache.fill(rows, encoder, processes, apart=apart)
     for reason in failed.values():
         processes.say(f"skipped: {reason}")
     most = min(data.max_skipped, len(rows) - 1)

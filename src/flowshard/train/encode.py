@@ -61,6 +61,6 @@ def encode_samples(inputs: EncodingInputs) -> None:
         dtype = getattr(torch, config.model.dtype)
         encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
         for rows in filter(None, (inputs.metadata, inputs.held_out)):
-            open_dataset(encoder.of(rows), config.cache_folder, processes=processes)
+            open_dataset(encoder.of(rows), config.cache_folder, processes=processes, apart=inputs.layout.world == 1)
 
     run_together(inputs.layout, work, device_name=config.device, timeout_minutes=config.layout.timeout_minutes)

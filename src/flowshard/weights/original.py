@@ -97,7 +97,10 @@ def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
     complete: dict[Family, int] = {}
     for family, files in families.items():
         named = {found[0] for file in files if (found := part_of(file, family)) is not None}
-        if all(part in named or beside(family, one, files) for part, one in family.original_parts.items()):
+        if all(
+            part in named or beside(family, one, [file.parent for file in files])
+            for part, one in family.original_parts.items()
+        ):
             complete[family] = len(family.original_parts)
 
     def best(family: Family) -> bool:
