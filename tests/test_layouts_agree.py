@@ -116,6 +116,7 @@ def test_captions_sources_and_skipped_rows_are_those_of_one_process(tiny: Path, 
     parity(options(tiny, layouts, *own, "data.sampling=random", layers=1))
 
 
+@pytest.mark.slow
 def test_a_disturbed_noise_is_found_and_named_first(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "parity.json"
     with pytest.raises(RunError, match="the layouts differ; first: ddp:2: noise at step 1, position 2"):
@@ -125,13 +126,11 @@ def test_a_disturbed_noise_is_found_and_named_first(tiny: Path, tmp_path: Path) 
     assert {row["quantity"]: row["excessive"] for row in rows}["loss"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
     [
-        pytest.param(
-            ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flowshard", "train"],
-            marks=pytest.mark.slow,
-        ),
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flowshard", "train"],
         ["accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml", "-m", "flowshard", "train"],
     ],
 )

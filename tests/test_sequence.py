@@ -28,7 +28,7 @@ def _splits(world: int) -> list[str]:
     return [f"ulysses {number} x ring {world // number}" for number in range(1, world + 1) if world % number == 0]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 8))])
 def test_distributed_attention_equals_torch(world: int) -> None:
     done = torchrun(world, ["tests.workers.sequence"])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -221,9 +221,8 @@ def test_losses_with_two_processes_a_sample_are_those_with_one(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name == BASES[0] else pytest.mark.slow) for name in BASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", BASES)
 def test_two_processes_make_the_same_as_one(tiny_models: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     """With classifier-free guidance where the model has it."""
     clip = variant == BASES[0]
