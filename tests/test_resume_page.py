@@ -49,14 +49,15 @@ def test_the_commands_of_the_page(tiny: Path, clips: Path, tmp_path: Path) -> No
     again, first, second = _commands()
     assert "resumed" not in _run(again, tmp_path)
     assert "all 6 steps are done" in _run(again, tmp_path)
-    assert [line["loss"] for line in runs.metrics(own)] == [line["loss"] for line in runs.metrics(whole)]
+    expected = [line["loss"] for line in runs.metrics(whole)]  # made with another number of threads
+    assert [line["loss"] for line in runs.metrics(own)] == pytest.approx(expected, rel=1e-6)
     _run(first, tmp_path)
     saved = sorted(path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004"]
     assert re.search(r"resumed .*step-00000004 after step 4", _run(second, tmp_path))
     lines = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
-    assert losses == pytest.approx([line["loss"] for line in runs.metrics(whole)], rel=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
