@@ -45,7 +45,7 @@ def test_the_cache_tells_columns_apart(tiny_models: TinyModels, tmp_path: Path) 
     variant = "flux.2-klein-9b"
     inputs = check_inputs(run_config(tiny_models(variant), variant, tmp_path, [{}]))
     cache = EncodedCache(tmp_path, inputs.config, inputs.family, inputs.source, torch.float32)
-    row = inputs.metadata.rows[0]
+    row = inputs.data.training.rows[0]
     one, other = (replace(row, inputs={column: (row.media,)}) for column in ("edit_image", "end_image"))
     assert cache._media_file(one) != cache._media_file(other)
 
@@ -60,7 +60,7 @@ def test_the_example_names_the_published_model_and_is_right(
     assert published.train.global_batch % 8 == 0
     inputs = check_inputs(load_config(file, [f"model.path={tiny_models(variant)}", f"output={tmp_path}"]))
     assert inputs.variant.name == variant
-    assert all(bool(row.inputs) == bool(inputs.family.inputs) for row in inputs.metadata.rows)
+    assert all(bool(row.inputs) == bool(inputs.family.inputs) for row in inputs.data.training.rows)
 
 
 @pytest.mark.parametrize("variant", REQUIRED)

@@ -33,6 +33,15 @@ _SHOWN_ROWS = 5
 
 
 @dataclass(frozen=True)
+class CachedNames:
+    """The entries of a row in a cache."""
+
+    media: str
+    texts: Mapping[str, str]
+    """By caption."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One sample of the metadata."""
 
@@ -52,6 +61,12 @@ class Row:
     """Where in the clip the sample begins, in seconds."""
     end: float | None = None
     """Where it ends; None is the end of the clip."""
+    size: tuple[int, int] | None = None
+    """Height and width at which it is encoded, where that is its own."""
+    name: str = ""
+    """The medium as it is called in its data folder."""
+    cached: CachedNames | None = None
+    """Its entries in a cache, where the row comes from there."""
 
     @property
     def prompt(self) -> str:
@@ -89,6 +104,8 @@ class Metadata:
     """Lines about what was read otherwise than it is written, or not at all."""
     epoch: Sequence[int]
     """The samples of an epoch before `data.repeat`, as places in `rows`."""
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the encoders that rows from a cache were encoded with."""
 
     def describe(self, row: Row) -> str:
         """How messages name a row: file, row and medium."""
@@ -241,6 +258,7 @@ class _RowReader:
             prompts=tuple(self.prefix + prompt for prompt in prompts),
             inputs={column: found for column, found in files.items() if found},
             pictures=self._sequence(media),
+            name=Path(os.path.relpath(media, self.root)).as_posix(),
         )
         return self._timed(row, record)
 

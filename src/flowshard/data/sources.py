@@ -1,6 +1,7 @@
 """One list of samples from one metadata file or several, and what an epoch of it is. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from flowshard.config import DataConfig, SourceConfig
@@ -10,6 +11,18 @@ from flowshard.families.base import Input
 
 LONGEST_EPOCH = 100_000_000
 """Samples of an epoch; weights that are further apart are a mistake."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The samples of a run."""
+
+    all: Metadata
+    """Those of its metadata, or of the set in its cache."""
+    training: Metadata
+    """Those of them that are trained on."""
+    held_out: Metadata | None
+    """Samples that are never trained on."""
 
 
 def read_data(data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = stop) -> Metadata:
