@@ -178,6 +178,8 @@ class CachedDataset(Dataset):
     ) -> None:
         super().__init__(metadata, data, skipped)
         self._cache = cache
+        self.skipped = len(skipped) + len(metadata.left_out)
+        """Rows that cannot be used."""
         # To know the shapes otherwise means to open every entry.
         kinds = {(row.is_picture, bool(row.inputs)) for row in self.rows}
         self._alike = data.max_pixels is None and data.short != "trim" and kinds in ({(True, False)}, {(False, False)})
@@ -240,11 +242,13 @@ def open_datasets(
 
 def _check_skipped(failed: Mapping[int, str], metadata: Metadata, data: DataConfig, processes: Processes) -> None:
     """Say which rows are skipped, and refuse to skip too many."""
-    for reason in failed.values():
+    reasons = [*metadata.left_out, *failed.values()]
+    for reason in reasons:
         processes.say(f"skipped: {reason}")
-    most = min(data.max_skipped, len(metadata.rows) - 1)
-    if len(failed) > most:
+    rows = len(metadata.rows) + len(metadata.left_out)
+    most = min(data.max_skipped, rows - 1)
+    if len(reasons) > most:
         raise UserError(
-            f"data.max_skipped: {len(failed)} of {len(metadata.rows)} rows cannot be used, and at most {most} may be skipped; "
-            f"the first: {next(iter(failed.values()))}. Run `flowshard check` to see all"
+            f"data.max_skipped: {len(reasons)} of {rows} rows cannot be used, and at most {most} may be skipped; the first: "
+            f"{reasons[0]}. Run `flowshard check` to see all"
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from flowshard.data.metadata import Metadata
+from flowshard.data.metadata import Metadata, without
 from flowshard.errors import UserError
 from flowshard.seeds import uniform
 
@@ -28,11 +28,7 @@ def hold_out(metadata: Metadata, fraction: float, *, seed: int) -> tuple[Metadat
                 f"validation.fraction: {fraction:g} holds out {what} of the {len(metadata.rows)} rows of {metadata.label}; "
                 f"{fix} it, or name a file of its own with validation.metadata"
             )
-    kept = [place for place, side in enumerate(chosen) if not side]
-    held_out = tuple(row for row, side in zip(metadata.rows, chosen, strict=True) if side)
-    place_of = {place: number for number, place in enumerate(kept)}
-    epoch = [place_of[place] for place in metadata.epoch if place in place_of]
-    return (
-        replace(metadata, rows=tuple(metadata.rows[place] for place in kept), epoch=epoch),
-        replace(metadata, rows=held_out, epoch=range(len(held_out))),
+    training, held_out = (
+        without(metadata, {place for place, its in enumerate(chosen) if its is not side}) for side in (False, True)
     )
+    return training, replace(held_out, epoch=range(len(held_out.rows)), left_out=())

@@ -4,7 +4,7 @@ import glob
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,25 @@ class Metadata:
     """The samples of an epoch before `data.repeat`, as places in `rows`."""
     encoders: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the encoders that rows from a cache were encoded with."""
+    left_out: tuple[str, ...] = ()
+    """Why rows of the files are not among `rows`."""
 
     def describe(self, row: Row) -> str:
         """How messages name a row: file, row and medium."""
         return row.describe()
+
+
+def without(metadata: Metadata, places: Collection[int]) -> Metadata:
+    """The samples without the rows at these places."""
+    if not places:
+        return metadata
+    kept = [place for place in range(len(metadata.rows)) if place not in places]
+    if isinstance(metadata.epoch, range):
+        epoch: Sequence[int] = range(len(kept))
+    else:
+        place_of = {place: number for number, place in enumerate(kept)}
+        epoch = [place_of[place] for place in metadata.epoch if place in place_of]
+    return replace(metadata, rows=tuple(metadata.rows[place] for place in kept), epoch=epoch)
 
 
 def read_metadata(
@@ -218,7 +233,7 @@ def _with_files(path: Path, root: Path, rows: Sequence[Row], note: Note) -> list
                 f"(now {root}){''.join(lines[:_SHOWN_ROWS])}{more}",
                 source=path,
                 row=number,
-                short=f"{files[0]} does not exist",
+                short=f"{path}, row {number}: {files[0]} does not exist",
             )
         )
     return [row for row in rows if row.number not in missing]

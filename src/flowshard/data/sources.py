@@ -60,14 +60,14 @@ def read_data(data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = st
     )
 
 
-def read_validation(path: str, data: DataConfig, inputs: Sequence[Input] = ()) -> Metadata:
+def read_validation(path: str, data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = stop) -> Metadata:
     """Read and check the metadata of `validation.metadata`; paths start from `data.root` as in the training data.
 
     Raises:
         UserError: as `read_metadata`.
     """
-    note = _naming(stop, {"data.metadata": "validation.metadata"})
-    return _read(path, data.root, inputs, data.caption_prefix, note)
+    named = _naming(note, {"data.metadata": "validation.metadata"})
+    return _read(path, data.root, inputs, data.caption_prefix, named)
 
 
 def _naming(note: Note, options: Mapping[str, str]) -> Note:

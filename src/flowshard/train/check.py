@@ -23,13 +23,13 @@ from flowshard.data.survey import Surveyed, survey
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
-from flowshard.train.data_inputs import check_batches, check_row, input_shapes
+from flowshard.train.data_inputs import check_batches, input_shapes, only_legal
 from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
 from flowshard.weights.source import find_source
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-_SHOWN, _ON_SHEET = 5, 100
+_SHOWN, _ON_SHEET = 10, 100
 """Rows of a kind of problem that the report lists, and samples on a sheet."""
 T = TypeVar("T")
 
@@ -199,26 +199,31 @@ class _Checker:
         if from_cache(data):
             self._describe_set(config, family)
             return []
-        metadata = self.attempt("data", lambda: read_data(data, family.inputs, note=report.problems.append))
+        noted: list[DataError] = []
+        metadata = self.attempt("data", lambda: read_data(data, family.inputs, note=noted.append))
         if metadata is None:
+            report.problems += noted
             return []
         if self.legal_size:
+            metadata = only_legal(config, family, metadata, noted.append)
             metadata = with_sizes(metadata, data, family, keep_bad=True)
         report.warnings += [DataError("metadata", line) for line in metadata.notes]
-        good = []
-        for row in metadata.rows:
-            try:
-                if self.legal_size:
-                    check_row(config, family, row)
-            except UserError as error:
-                report.problems.append(DataError("row", str(error), source=row.source, row=row.number))
-            else:
-                good.append(row)
-        samples = survey(good, data, family, seed=config.seed, workers=workers, previews=previews, progress=_progress)
-        errors = [sample.error for sample in samples if sample.error is not None]
-        skipped = data.on_error == "skip" and len(errors) <= min(data.max_skipped, len(good) - 1)
+        samples = survey(
+            metadata.rows,
+            data,
+            family,
+            seed=config.seed,
+            workers=workers,
+            previews=previews,
+            progress=_progress,
+        )
+        errors = [problem for problem in noted if problem.row is not None]
+        total = len(metadata.rows) + len(errors)
+        errors += [sample.error for sample in samples if sample.error is not None]
+        report.problems += [problem for problem in noted if problem.row is None]
+        skipped = data.on_error == "skip" and len(errors) <= min(data.max_skipped, total - 1)
         (report.warnings if skipped else report.problems).extend(errors)
-        if good and not any(sample.error for sample in samples):
+        if samples and not any(sample.error for sample in samples):
             self.attempt("batch", lambda: check_batches(config, family, metadata))
         if not metadata.rows and not report.problems:
             report.problems.append(DataError("metadata", f"{metadata.label}: holds no samples"))

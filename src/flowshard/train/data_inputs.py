@@ -1,11 +1,15 @@
 """Checks the samples of a run against its model, before torch is imported."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from flowshard.config import Config
 from flowshard.config_file import check_conflicts, from_cache
 from flowshard.data.cached_sets import find_set
 from flowshard.data.held_out import hold_out
 from flowshard.data.media import picture_size
-from flowshard.data.metadata import Metadata, Row
+from flowshard.data.metadata import Metadata, Row, without
+from flowshard.data.problems import DataError, Note
 from flowshard.data.sizes import check_budget, run_size, with_sizes
 from flowshard.data.sources import RunData, read_data, read_validation
 from flowshard.errors import UserError
@@ -27,34 +31,54 @@ def read_samples(config: Config, family: Family) -> tuple[Config, RunData]:
         everything = found.metadata()
     else:
         check_budget(config.data, family)
-        everything = _sized(config, family, read_data(config.data, family.inputs))
+        everything = _usable(config, family, lambda note: read_data(config.data, family.inputs, note=note))
     data, validation = config.data, config.validation
     family.check_size(*run_size(data, family), data.frames, where="data.")
     training, held_out = everything, None
     if validation.fraction is not None:
         training, held_out = hold_out(everything, validation.fraction, seed=config.seed)
-    elif validation.metadata is not None:
-        held_out = _sized(config, family, read_validation(validation.metadata, data, family.inputs))
-    for rows in filter(None, (training, held_out)):
-        for row in rows.rows:
-            check_row(config, family, row)
+    elif (file := validation.metadata) is not None:
+        held_out = _usable(config, family, lambda note: read_validation(file, data, family.inputs, note=note))
     return config, RunData(everything, training, held_out)
 
 
-def _sized(config: Config, family: Family, metadata: Metadata) -> Metadata:
-    return with_sizes(metadata, config.data, family, keep_bad=config.data.on_error == "skip")
+def _usable(config: Config, family: Family, read: Callable[[Note], Metadata]) -> Metadata:
+    """The rows that the model can take; what is wrong with others ends the run unless they are to be skipped."""
+    data = config.data
+    left_out: list[str] = []
+
+    def note(problem: DataError) -> None:
+        if data.on_error == "stop" or problem.row is None:
+            raise problem
+        left_out.append(problem.short)
+
+    metadata = only_legal(config, family, read(note), note)
+    if not metadata.rows and left_out:
+        raise UserError(f"{metadata.label}: no row can be used; the first: {left_out[0]}")
+    metadata = with_sizes(metadata, data, family, keep_bad=data.on_error == "skip")
+    return replace(metadata, left_out=tuple(left_out))
 
 
-def check_row(config: Config, family: Family, row: Row) -> None:
-    """Refuse a sample that the model cannot take.
+def only_legal(config: Config, family: Family, metadata: Metadata, note: Note) -> Metadata:
+    """The rows that the model can take by their size and inputs.
 
-    Raises:
-        UserError: naming file and row.
+    Args:
+        config: of the run.
+        family: of the model.
+        metadata: the samples.
+        note: is told of the others, which are left out if it returns.
     """
-    data, where = config.data, f"{row.source}: row {row.number}: "
-    if row.is_picture and data.max_pixels is None:
-        family.check_size(*run_size(data, family), 1, where=f"{where}{row.media.name} is a picture: ")
-    family.check_given(row.inputs.keys(), where=where)
+    data, bad = config.data, set()
+    for place, row in enumerate(metadata.rows):
+        where = f"{row.source}: row {row.number}: "
+        try:
+            if row.is_picture and data.max_pixels is None:
+                family.check_size(*run_size(data, family), 1, where=f"{where}{row.media.name} is a picture: ")
+            family.check_given(row.inputs.keys(), where=where)
+        except UserError as error:
+            note(DataError("row", str(error), source=row.source, row=row.number))
+            bad.add(place)
+    return without(metadata, bad)
 
 
 def check_input_dropout(config: Config, family: Family, variant: Variant, metadata: Metadata) -> None:

@@ -8,6 +8,7 @@ from flowshard.data.sources import RunData
 from flowshard.errors import UserError
 from flowshard.families import Family
 from flowshard.parallel.layout import Layout, encoding_layout
+from flowshard.train.checkpoint import agreed_digest
 from flowshard.train.data_inputs import read_samples
 from flowshard.train.inputs import check_writable, with_variant
 from flowshard.weights.source import ModelSource, find_encoders
@@ -60,6 +61,7 @@ def encode_samples(inputs: EncodingInputs) -> None:
     config = inputs.config
 
     def work(processes: Processes) -> None:
+        agreed_digest(inputs.data.all, processes)
         check_dtype(processes.device, config.model.dtype)
         dtype = getattr(torch, config.model.dtype)
         encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, dtype, processes.device)

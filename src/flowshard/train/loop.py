@@ -18,7 +18,7 @@ from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
-from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
+from flowshard.train.checkpoint import StateReader, agreed_digest, restore, write_training_state
 from flowshard.train.heldout import HeldOut
 from flowshard.train.inputs import RunInputs
 from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
@@ -67,6 +67,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
 
+    digest = agreed_digest(inputs.data.training, processes)
     for line in inputs.data.training.notes:
         say(line)
 
@@ -140,7 +141,6 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         say(f"all {inputs.steps} steps are done")
         return None if checkpoint is None else checkpoint.path
     samples.begin(begin, strategy)
-    digest = data_digest(inputs.data.training)
 
     def write(place: Path | None) -> Exception | None:
         failure = writer.write(place, strategy.parameters)
@@ -257,5 +257,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break
     observer.run_done(strategy)
+    if isinstance(dataset, CachedDataset) and dataset.skipped:
+        say(f"{dataset.skipped} rows were skipped (data.on_error=skip)")
     say(f"saved {last}")
     return last
