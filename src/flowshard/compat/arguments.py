@@ -39,9 +39,9 @@ class _Parser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """Prints every option of a script with what it becomes."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, script: Script) -> None:
-        super().__init__(option_strings, dest, nargs=0)
-        self._script = script
+    def __init__(self, option_strings: Sequence[str], dest: str, *, const: Script) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS)
+        self._script = const
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(describe(self._script))
@@ -54,9 +54,9 @@ def parse(script: Script, arguments: Sequence[str]) -> Arguments:
     Raises:
         UserError: an option is unknown, not honoured, has a wrong value, or is missing.
     """
-    parser = _Parser(prog=script.path, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action=_Help, script=script)
-    parser.add_argument(f"--{_OVERRIDES}", dest="overrides", action="append")
+    parser = _Parser(prog=script.path, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action=_Help, const=script)
+    parser.add_argument(f"--{_OVERRIDES}", dest="overrides", action="append", default=argparse.SUPPRESS)
     for option in OPTIONS:
         if script.series in option.scripts:
             _add(parser, option)
@@ -73,9 +73,9 @@ def parse(script: Script, arguments: Sequence[str]) -> Arguments:
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:
     if option.kind is bool:
-        parser.add_argument(option.flag, action="store_true")
+        parser.add_argument(option.flag, action="store_true", default=argparse.SUPPRESS)
     else:
-        parser.add_argument(option.flag, type=option.kind)
+        parser.add_argument(option.flag, type=option.kind, default=argparse.SUPPRESS)
 
 
 def _refuse(given: Mapping[str, Any], others: Sequence[str], script: Script) -> None:
