@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from flowshard.cli import main as flowshard
 from flowshard.compat import model_files
 from flowshard.compat.arguments import describe, parse
+from flowshard.compat.command_line import read_command
 from flowshard.compat.diffsynth import main
 from flowshard.compat.mapping import Translation, translate
 from flowshard.compat.names import lora_targets
@@ -152,20 +155,26 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFSYNTH_SKIP_DOWNLOAD", "True")
 
 
-def _translated(recipe: lines.Recipe, *options: str, full: bool = False, **environment: str) -> Translation:
+def _translated(
+    recipe: lines.Recipe, *options: str, full: bool = False, environment: dict[str, str] | None = None
+) -> Translation:
     script = SCRIPTS[recipe.series]
-    return translate(script, parse(script, recipe.line("out", *options, full=full)), environment)
+    return translate(script, parse(script, recipe.line("out", *options, full=full)), environment or {})
 
 
-def _tree(recipe: lines.Recipe, *options: str, full: bool = False, **environment: str) -> dict[str, Any]:
-    translation = _translated(recipe, *options, full=full, **environment)
+def _tree(
+    recipe: lines.Recipe, *options: str, full: bool = False, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    translation = _translated(recipe, *options, full=full, environment=environment)
     translation.config()  # is one
     return translation.tree
 
 
 def test_a_recipe_for_lora_makes_this_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    tree = _tree(WAN, "--gradient_accumulation_steps", "2", "--sp_size", "2", "--seed", "3", WORLD_SIZE="8")
+    tree = _tree(
+        WAN, "--gradient_accumulation_steps", "2", "--sp_size", "2", "--seed", "3", environment={"WORLD_SIZE": "8"}
+    )
     blocks = [f"blocks.*.{layer}" for layer in ("ffn.net.0.proj", "ffn.net.2")]
     attention = [f"blocks.*.attn{number}.to_{name}" for number in "12" for name in ("q", "k", "v", "out.0")]
     assert sorted(tree.pop("lora").pop("targets")) == sorted(blocks + attention)
@@ -229,21 +238,21 @@ def test_what_the_launcher_is_configured_for_counts(folder: Path, monkeypatch: p
         "ACCELERATE_GRADIENT_CLIPPING": "1.0",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
     }
-    tree = _tree(WAN, **zero3)
+    tree = _tree(WAN, environment=zero3)
     assert tree["layout"] == {"offload_optimizer": True, "offload_parameters": True}
     assert tree["train"]["clip_norm"] == 1.0
     assert tree["train"]["global_batch"] == 8
     zero2 = {**zero3, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    assert _tree(WAN, **zero2)["layout"] == {"offload_optimizer": True}  # parameters are not divided
+    assert _tree(WAN, environment=zero2)["layout"] == {"offload_optimizer": True}  # parameters are not divided
     assert _tree(WAN, "--enable_model_cpu_offload")["layout"] == {"offload_parameters": True, "strategy": "fsdp2"}
-    case = _translated(WAN, "--layout", "fsdp2:2,sequence=2,activations=keep", WORLD_SIZE="2")
+    case = _translated(WAN, "--layout", "fsdp2:2,sequence=2,activations=keep", environment={"WORLD_SIZE": "2"})
     assert case.config().layout.sequence == 2
     assert case.config().memory.activations == "keep"
     assert case.config().train.global_batch == 1
     with pytest.raises(UserError, match="--layout: zero3:4 is of 4 processes, but 2 were started"):
-        _tree(WAN, "--layout", "zero3:4", WORLD_SIZE="2")
+        _tree(WAN, "--layout", "zero3:4", environment={"WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="--sp_size: 4 does not divide the 6 processes"):
-        _tree(WAN, "--sp_size", "4", WORLD_SIZE="6")
+        _tree(WAN, "--sp_size", "4", environment={"WORLD_SIZE": "6"})
 
 
 def test_what_the_model_needs_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +332,29 @@ def test_tokenizers_are_found_or_given(folder: Path, tmp_path: Path, monkeypatch
     assert Path(found["parts"]["tokenizer"]) == Path("models/Wan-AI/Wan2.1-T2V-1.3B/google/umt5-xxl")
 
 
+def test_encoders_alone_are_known_by_their_repository(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--task sft:data_process` needs no transformer."""
+    monkeypatch.chdir(folder)
+
+    def tree(recipe: lines.Recipe, *options: str) -> dict[str, Any]:
+        entries = ",".join(
+            f"{recipe.repository}:{file}" for file in recipe.files if "diffusion_pytorch_model*" not in file
+        )
+        line = recipe.line("encoded", "--task", "sft:data_process", "--model_id_with_origin_paths", entries, *options)
+        translation = translate(SCRIPTS[recipe.series], parse(SCRIPTS[recipe.series], line), {})
+        assert translation.encode
+        translation.config()
+        return translation.tree
+
+    found = tree(WAN)
+    assert found["model"]["variant"] == "wan2.1-t2v-1.3b"
+    assert found["data"]["cache"] == "encoded"
+    assert "lora" not in found
+    assert tree(QWEN)["model"]["variant"] == "qwen-image"
+    with pytest.raises(UserError, match="no file of the transformer is given, so which model it is cannot be told"):
+        tree(QWEN, "--extra_inputs", "edit_image")  # whose name another repository has
+
+
 @pytest.mark.parametrize(
     ("targets", "expected"),
     [
@@ -376,3 +408,80 @@ def test_recipes_cover_the_scripts() -> None:
     for series, script in SCRIPTS.items():
         assert RECIPES[series].script.as_posix().endswith(script.path)
         assert RECIPES[series].script.is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("python", {"WORLD_SIZE": "1"}),
+        ("torchrun --nproc-per-node 4 --nnodes 2", {"WORLD_SIZE": "8"}),
+        ("python -m torch.distributed.run --nproc_per_node=3", {"WORLD_SIZE": "3"}),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch", {"WORLD_SIZE": "2"}),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes 4 --multi_gpu", {"WORLD_SIZE": "4"}),
+        (
+            "accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2 --offload_param_device cpu",
+            {
+                "WORLD_SIZE": "2",
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            },
+        ),
+        (
+            "accelerate launch --config_file {config}",
+            {
+                "WORLD_SIZE": "8",
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+            },
+        ),
+    ],
+)
+def test_launchers_of_command_lines_are_read(tmp_path: Path, words: str, expected: dict[str, str]) -> None:
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\n"
+        "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n",
+        encoding="utf-8",
+    )
+    line = [*words.format(config=config).split(), "./examples/flux/model_training/train.py", "--seed", "1"]
+    command = read_command(line)
+    assert command.environment == expected
+    assert command.script.series == "flux"
+    assert command.arguments == ["--seed", "1"]
+    assert command.assumed is None
+
+
+def test_migrate_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:
+    command = read_command(["accelerate", "launch", "examples/flux/model_training/train.py"])
+    assert command.assumed is not None
+    assert flowshard(["migrate", "--", "python", "train.py"]) == 2
+    assert "COMMAND LINE: starts none of the scripts that are known here: examples/wanvideo" in capsys.readouterr().err
+    assert flowshard(["migrate", "--", "python", "examples/flux/model_training/train.py", "--lora_rnk", "3"]) == 2
+    assert "--lora_rnk: unknown option; did you mean --lora_rank?" in capsys.readouterr().err
+
+
+def test_migrate_keeps_what_the_launcher_asks_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    launcher = [
+        "accelerate",
+        "launch",
+        "--use_deepspeed",
+        "--zero_stage",
+        "3",
+        "--num_processes",
+        "2",
+        "--offload_optimizer_device",
+        "cpu",
+    ]
+    line = WAN.line("out")
+    assert flowshard(["migrate", "--", *launcher, WAN.script.as_posix(), *line, "--sp_size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# torchrun --nproc-per-node 2 -m flowshard train THIS_FILE\n")
+    tree = yaml.safe_load(text)
+    assert tree["layout"] == {"sequence": 2, "offload_optimizer": True, "strategy": "zero3"}
+    assert tree["train"]["global_batch"] == 1

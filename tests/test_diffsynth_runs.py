@@ -193,6 +193,21 @@ def test_files_are_named_after_updates(folder: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
+def test_samples_are_encoded_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--task sft:data_process`, and training with what it wrote: as in one go, and nothing is encoded again."""
+    monkeypatch.chdir(folder)
+    encoded = tmp_path / "encoded"
+    assert main("wan", WAN.line(encoded, *EXACT, "--task", "sft:data_process")) == 0
+    files = sorted(encoded.rglob("*.safetensors"))
+    assert len(files) == 10
+    assert not (encoded / "training_args.json").exists()
+    assert main("wan", WAN.line(tmp_path / "two", *EXACT, "--enable_csv_log", "--set", f"data.cache={encoded}")) == 0
+    assert sorted(encoded.rglob("*.safetensors")) == files
+    assert main("wan", WAN.line(tmp_path / "one", *EXACT, "--enable_csv_log")) == 0
+    assert _losses(tmp_path / "two") == _losses(tmp_path / "one")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 @pytest.mark.parametrize("series", RECIPES)
 def test_a_line_of_every_series(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flowshard.config import Config
 from flowshard.errors import UserError
 from flowshard.train.encode import check_encoding
 from flowshard.train.inputs import check_inputs, is_save_due
@@ -91,7 +92,7 @@ def test_weights_take_the_place_of_those_of_the_model(
     file = tmp_path / "own.safetensors"
     save_file(own, file)
 
-    def config(name: str, *options: str) -> runs.Config:
+    def config(name: str, *options: str) -> Config:
         return runs.config(tiny, clips, tmp_path / name, *options)
 
     plain = dict(runs.fill_model(check_inputs(config("plain"))).model.named_parameters())

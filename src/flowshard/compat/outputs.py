@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 ARGUMENTS_FILE, LOSS_FILE = "training_args.json", "loss.csv"
 _COLUMNS = ("step", "key", "value")
-_FULL = "--align_to_opensource_format"
 
 
 class Outputs(Observer):

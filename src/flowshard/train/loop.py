@@ -176,7 +176,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     last, saved = None if checkpoint is None else checkpoint.path, begin
     deadline = Deadline(config.save.before)
     names = config.log.trackers if processes.is_main else []
-    tracker = start_trackers(names, folder.path, config.model_dump(mode="json"), begin=begin)
+    shown = config.model_dump(mode="json")
+    tracker = start_trackers(names, folder.path, shown, project=config.log.project, begin=begin)
     log = MetricsLog(folder.metrics, folder.validation, tracker, steps=inputs.steps, enabled=processes.is_main)
     with StopRequest() as stop, log:
         # A run that was stopped may have saved this step without validating it.

@@ -53,7 +53,7 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     for family, opened in _families_of(places, headers, option).items():
         files = [file for file in opened if is_transformer_file(file)]
         first = expert_of(files[0], family)
-        tensors = _transformer_tensors(
+        tensors = transformer_tensors(
             [one for one in files if expert_of(one, family) == first], family, headers, option
         )
         for variant in family.variants.values():
@@ -148,7 +148,7 @@ def read_original(
     files, wanted = _of_expert(_places(path, family, variant, option), family, variant, expert, option)
     parts, weights = _sorted_out(files, family, option)
     parts |= own or {}
-    tensors = _transformer_tensors(weights, family, read_header, option)
+    tensors = transformer_tensors(weights, family, read_header, option)
     if not tensors:
         raise UserError(f"{option}: {label(path)} holds no weights of the transformer ({wanted})")
     assert family.landmark is not None  # noqa: S101
@@ -180,34 +180,6 @@ def find_original_encoders(
     _add_beside(parts, [*(file.parent for file in weights), *filter(Path.is_dir, places)], family)
     _check_parts(parts, path, family, variant, option, complete=True)
     return parts
-
-
-def with_weights(
-    tensors: Mapping[str, TensorInfo], file: Path, family: Family, *, option: str
-) -> Mapping[str, TensorInfo]:
-    """The tensors of a transformer with those of a file in their place.
-
-    Args:
-        tensors: in diffusers' names.
-        file: some of them or all, in diffusers' or the publisher's names.
-        family: of the model.
-        option: names the option in messages.
-
-    Raises:
-        UserError: it is a LoRA, or has a tensor that the model does not have or has in another shape.
-    """
-    header = read_header(file)
-    if any(".lora_" in name for name in header):
-        raise UserError(f"{option}: {file} is a LoRA, not weights; give it as lora.init_from or lora.preset")
-    own = _transformer_tensors([file], family, lambda _: header, option)
-    for name, info in own.items():
-        if name not in tensors:
-            raise UserError(f"{option}: {file} has {info.stored or name}, which the model does not have")
-        if info.shape != tensors[name].shape:
-            raise UserError(
-                f"{option}: {file} has {info.stored or name} of shape {info.shape}, and the model {tensors[name].shape}"
-            )
-    return {**tensors, **own}
 
 
 def _is_model_folder(place: Path, family: Family) -> bool:
@@ -301,7 +273,7 @@ def _of_expert(
     return kept, f"{family.original_experts[own]}/{family.original_weights}"
 
 
-def _transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
+def transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
     """The tensors of a transformer in files, in diffusers' names.
 
     Raises:

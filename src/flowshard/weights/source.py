@@ -25,8 +25,8 @@ from flowshard.weights.original import (
     other_kind_message,
     read_original,
     recognise_files,
-    with_weights,
 )
+from flowshard.weights.overlay import with_weights
 from flowshard.weights.places import is_original, label
 
 
