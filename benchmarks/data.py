@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from flowshard.config import Config
 from flowshard.config_file import load_config
 from flowshard.data.cache import EncodedCache
-from flowshard.data.dataset import CachedDataset, Dataset, Encoder, open_dataset
+from flowshard.data.dataset import CachedDataset, Dataset, Encoder, open_datasets
 from flowshard.data.metadata import Metadata, Row
 from flowshard.data.samples import decode
 from flowshard.families.tiny import write_tiny_pipeline
@@ -70,7 +70,7 @@ def main() -> None:
         files = list((folder / "cache").rglob("*.safetensors"))
         ours, bare = _in_turns(lambda: _read(dataset), lambda: _read_bare(files))
         print(f"cached samples   {options.samples / ours:9.0f} a second, {bare / ours:.2f} of bare safetensors reads")
-        rows = inputs.metadata.rows
+        rows = inputs.data.training.rows
         ours, bare = _in_turns(
             lambda: [decode(row, inputs.config.data, inputs.family, seed=0) for row in rows],
             lambda: [_decode_bare(row.media, inputs.config) for row in rows],
@@ -171,8 +171,8 @@ def _own_memory() -> int:
 def _steps(inputs: RunInputs, processes: Processes, steps: int) -> tuple[float, float]:
     """Median seconds of a step that takes its samples from a cache, and of one that has them."""
     config, device = inputs.config, torch.device("cpu")
-    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, torch.float32, device)
-    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, torch.float32, device)
+    dataset, _ = open_datasets(encoder, inputs.data, config.cache_folder, processes=processes)
     encoder.release()
     levels = NoiseLevels(config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels, guidance=None)

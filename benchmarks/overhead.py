@@ -17,7 +17,7 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 from flowshard.config_file import load_config
-from flowshard.data.dataset import Encoder, open_dataset
+from flowshard.data.dataset import Encoder, open_datasets
 from flowshard.families.tiny import write_tiny_pipeline
 from flowshard.libraries import quiet_libraries
 from flowshard.objective.sigmas import NoiseLevels
@@ -62,8 +62,8 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
     inputs = check_inputs(config)
     device = torch.device("cpu")
     processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
-    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, torch.float32, device)
-    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, torch.float32, device)
+    dataset, _ = open_datasets(encoder, inputs.data, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, config, inputs.layout, levels, guidance=None)
     build = build_on_meta(inputs)

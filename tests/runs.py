@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from flowshard.config import Config
 from flowshard.config_file import load_config
-from flowshard.data.dataset import Encoder, open_dataset
+from flowshard.data.dataset import Encoder, open_datasets
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import LossScale, Single, Strategy
@@ -75,8 +75,8 @@ def batches(inputs: RunInputs) -> StepBatches:
     config = inputs.config
     processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
     dtype = getattr(torch, config.model.dtype)
-    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
-    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, dtype, processes.device)
+    dataset, _ = open_datasets(encoder, inputs.data, config.cache_folder, processes=processes)
     levels = NoiseLevels(config.objective, inputs.shift)
     return StepBatches(dataset, inputs.family, config, inputs.layout, levels, guidance=inputs.guidance)
 

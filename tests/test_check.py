@@ -144,7 +144,7 @@ def test_every_planted_fault_is_found_at_its_row(folder: Path, capsys: pytest.Ca
     printed = capsys.readouterr()
     assert "flowshard: error: 26 problems found" in printed.err
     assert f"  not decodable: 6\n    {folder}/data/metadata.jsonl, row 11 " in printed.out
-    assert "    and 1 more\n" in printed.out
+    assert "    and 15 more\n" in printed.out
 
 
 def test_good_data_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

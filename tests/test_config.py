@@ -208,7 +208,7 @@ def test_all_wrong_options_are_named_at_once(load: Loader) -> None:
     assert sorted(line.partition(":")[0] for line in lines) == ["data.height", "sead", "train.steps"]
 
 
-@pytest.mark.parametrize("name", ["output", "model.path", "data.height", "data.width"])
+@pytest.mark.parametrize("name", ["output", "model.path"])
 def test_missing_option_is_named_with_what_it_means(load: Loader, name: str) -> None:
     tree = copy.deepcopy(BASE)
     section, _, leaf = name.rpartition(".")
@@ -216,6 +216,14 @@ def test_missing_option_is_named_with_what_it_means(load: Loader, name: str) -> 
     message = load.text_refusal(yaml.safe_dump(tree))
     description = " ".join((dict(options())[name].description or "").split()).rstrip(".")
     assert message == f"{name}: this option must be given ({description})"
+
+
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_missing_side_is_named_with_what_may_stand_for_it(load: Loader, name: str) -> None:
+    tree = copy.deepcopy(BASE)
+    del tree["data"][name]
+    message = load.text_refusal(yaml.safe_dump(tree))
+    assert message.startswith(f"data.{name}: give data.height and data.width, or data.max_pixels")
 
 
 def test_missing_pattern_of_a_group_is_named(load: Loader) -> None:

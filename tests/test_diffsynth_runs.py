@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from flowshard.cli import main as flowshard
 from flowshard.compat.diffsynth import main
 from tests import diffsynth_lines as lines
-from tests.diffsynth_lines import EXACT, FLF2V, FLUX, RANK, RECIPES, WAN, Recipe, TinyModels
+from tests.diffsynth_lines import EXACT, FLF2V, FLUX, QWEN, RANK, RECIPES, WAN, Recipe, TinyModels
 
 Shapes = dict[str, tuple[int, ...]]
 FLUX_RENAMED = {
@@ -194,17 +194,35 @@ def test_files_are_named_after_updates(folder: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_samples_are_encoded_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--task sft:data_process`, and training with what it wrote: as in one go, and nothing is encoded again."""
+    """`--task sft:data_process`, and training with what it wrote alone: as in one go, and nothing is encoded again."""
     monkeypatch.chdir(folder)
     encoded = tmp_path / "encoded"
     assert main("wan", WAN.line(encoded, *EXACT, "--task", "sft:data_process")) == 0
     files = sorted(encoded.rglob("*.safetensors"))
     assert len(files) == 10
     assert not (encoded / "training_args.json").exists()
-    assert main("wan", WAN.line(tmp_path / "two", *EXACT, "--enable_csv_log", "--set", f"data.cache={encoded}")) == 0
+    line = WAN.line(tmp_path / "two", *EXACT, "--enable_csv_log", "--task", "sft:train")
+    for option, value in (("--dataset_base_path", [str(encoded)]), ("--dataset_metadata_path", None)):
+        place = line.index(option)
+        line[place : place + 2] = [] if value is None else [option, *value]
+    place = line.index("--model_id_with_origin_paths")
+    line[place + 1] = f"{WAN.repository}:{WAN.files[0]}"  # the transformer alone
+    assert main("wan", line) == 0
     assert sorted(encoded.rglob("*.safetensors")) == files
     assert main("wan", WAN.line(tmp_path / "one", *EXACT, "--enable_csv_log")) == 0
     assert _losses(tmp_path / "two") == _losses(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_pictures_keep_their_own_size(all_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without height and width, as the recipes for pictures are: 64 x 48 pixels, and fewer with a smaller budget."""
+    monkeypatch.chdir(all_models)
+    for pixels, size in (("1048576", [48, 64]), ("2000", [32, 48])):
+        line = QWEN.line(tmp_path / pixels, *EXACT, "--max_pixels", pixels)
+        del line[line.index("--height") : line.index("--width") + 2]
+        assert main("qwen-image", line) == 0
+        sets = list((tmp_path / pixels / "flowshard" / "cache" / "sets").glob("*.json"))
+        assert [row["size"] for row in json.loads(sets[0].read_text(encoding="utf-8"))["rows"]] == [size] * 3
 
 
 @pytest.mark.slow

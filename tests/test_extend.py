@@ -253,7 +253,9 @@ def test_the_pipeline_works(tiny: Path) -> None:
         one(**arguments, generator=torch.Generator().manual_seed(0), output_type="np").frames
         for one in (pipeline, stock)
     )
-    assert (found == expected).all()
+    # Not bitwise: the weights of one are mapped from the file and those of the other copied, and where a matrix lies in
+    # memory decides on some processors how its product is summed.
+    assert abs(found - expected).max() < 1e-5
 
 
 @pytest.mark.slow

@@ -32,7 +32,8 @@ SHIFT = 3.0
 def _rows(names: Sequence[str]) -> Metadata:
     file = Path("/data/metadata.csv")
     rows = [
-        Row(number, file, Path("/data") / name, (f"prompt {number}",)) for number, name in enumerate(names, start=1)
+        Row(number, file, Path("/data") / name, (f"prompt {number}",), name=name)
+        for number, name in enumerate(names, start=1)
     ]
     return Metadata(str(file), tuple(rows), (), range(len(rows)))
 
@@ -43,19 +44,19 @@ def _media(metadata: Metadata) -> set[str]:
 
 def test_a_row_stays_on_its_side_whatever_the_other_rows_are() -> None:
     names = [f"{number % 20}/clip_{number}.mp4" for number in range(1000)]
-    training, held_out = hold_out(_rows(names), 0.1, seed=0, root=None)
+    training, held_out = hold_out(_rows(names), 0.1, seed=0)
     assert _media(training).isdisjoint(_media(held_out))
     assert len(training.rows) + len(held_out.rows) == 1000
     assert list(training.epoch) == [*range(len(training.rows))]
     assert 70 <= len(held_out.rows) <= 130
-    fewer, fewer_out = hold_out(_rows(names[::-1][:500]), 0.1, seed=0, root=None)
+    fewer, fewer_out = hold_out(_rows(names[::-1][:500]), 0.1, seed=0)
     assert _media(fewer_out) == _media(held_out) & {f"/data/{name}" for name in names[500:]}
     assert _media(fewer) < _media(training)
-    assert _media(hold_out(_rows(names), 0.1, seed=1, root=None)[1]) != _media(held_out)
+    assert _media(hold_out(_rows(names), 0.1, seed=1)[1]) != _media(held_out)
 
 
 def test_all_rows_of_a_medium_are_on_one_side() -> None:
-    training, held_out = hold_out(_rows([f"clip_{number // 5}.mp4" for number in range(100)]), 0.5, seed=0, root=None)
+    training, held_out = hold_out(_rows([f"clip_{number // 5}.mp4" for number in range(100)]), 0.5, seed=0)
     assert _media(training).isdisjoint(_media(held_out))
     assert len(held_out.rows) % 5 == 0
 
@@ -195,8 +196,8 @@ class _Rows(Observer):
 def test_held_out_rows_are_never_trained_on(tiny: Path, clips: Path, tmp_path: Path) -> None:
     options = ["validation.fraction=0.4", "validation.every=9", "train.steps=3", "data.cache=off", "data.repeat=2"]
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", *options))
-    assert inputs.held_out is not None
-    held = {row.number for row in inputs.held_out.rows}
+    assert inputs.data.held_out is not None
+    held = {row.number for row in inputs.data.held_out.rows}
     rows = _Rows()
     train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), rows)
     assert rows.seen == {1, 2, 3, 4, 5} - held

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowshard.config_file import dump_config
-from flowshard.data.order import global_batch
+from flowshard.data.order import Order
 from flowshard.errors import RunError
 from flowshard.parity.command import ParityOptions, parity
 from tests import runs
@@ -166,7 +166,7 @@ def test_a_file_that_only_one_process_reads_ends_all_with_its_message(
     tiny: Path, clips: Path, tmp_path: Path, rank: int
 ) -> None:
     """Seven samples on two processes, accumulation 3, encoded at every step; the clip of one's last place is broken."""
-    broken = global_batch(0, 0, size=7, global_batch=6)[3 * rank + 2]
+    broken = Order(0, [range(7)], global_batch=6).batch(0)[3 * rank + 2]
     data = tmp_path / "data"
     data.mkdir()
     rows = ["video,prompt"]

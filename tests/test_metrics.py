@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from flowshard.cli import main
 from flowshard.config import Config, TrainConfig
 from flowshard.config_file import dump_config
-from flowshard.data.order import global_batch
+from flowshard.data.order import Order
 from flowshard.device import known_peak, peak_flops
 from flowshard.memory.flops import count_flops
 from flowshard.train.build import sample_loss_function
@@ -227,7 +227,7 @@ def test_updates_with_no_number_are_left_out_alike_in_every_layout(
 ) -> None:
     """One clip of five is spoilt; every update whose samples include it is left out, and only these."""
     spoilt, steps = _spoil(make, tmp_path, 1, float("inf")), 8
-    affected = [step for step in range(steps) if spoilt & set(global_batch(0, step, size=5, global_batch=2))]
+    affected = [step for step in range(steps) if spoilt & set(Order(0, [range(5)], global_batch=2).batch(step))]
     options = [f"train.steps={steps}", "train.global_batch=2", "train.on_nan=skip", "save.every=1", "save.keep=9"]
     single = make("single", *options)
     last = runs.run(single)
@@ -271,7 +271,7 @@ def test_a_run_gives_up_after_ten_updates_without_a_number(
 
 def test_updates_with_a_spike_are_left_out_once_ten_norms_are_known(make: Make, tmp_path: Path) -> None:
     spoilt, steps = _spoil(make, tmp_path, 1, 100.0), 20
-    affected = [step for step in range(10, steps) if spoilt & set(global_batch(0, step, size=5, global_batch=1))]
+    affected = [step for step in range(10, steps) if spoilt & set(Order(0, [range(5)], global_batch=1).batch(step))]
     options = [f"train.steps={steps}", "train.global_batch=1", "train.modules=[proj_out]"]
     config = make("run", *options, "train.skip_spikes=3")
     last = runs.run(config)

@@ -43,7 +43,7 @@ def test_columns_that_are_not_named_are_left_aside(tiny: Path, clips: Path, tmp_
     same = (f"data.metadata={table}", f"data.root={clips}")
     with pytest.raises(UserError, match="names both a video and an image"):
         check_inputs(runs.config(tiny, clips, tmp_path / "all", *same))
-    metadata = check_inputs(runs.config(tiny, clips, tmp_path / "one", *same, "data.columns=[video]")).metadata
+    metadata = check_inputs(runs.config(tiny, clips, tmp_path / "one", *same, "data.columns=[video]")).data.training
     assert [row.media.name for row in metadata.rows] == ["clip_0.mp4"]
     assert metadata.rows[0].start == 0.0
     assert metadata.notes == (f"{table}: unused columns: image, start",)

@@ -45,7 +45,7 @@ def test_the_cache_tells_columns_apart(tiny_models: TinyModels, tmp_path: Path) 
     variant = "flux.2-klein-9b"
     inputs = check_inputs(run_config(tiny_models(variant), variant, tmp_path, [{}]))
     cache = EncodedCache(tmp_path, inputs.config, inputs.family, inputs.source, torch.float32)
-    row = inputs.metadata.rows[0]
+    row = inputs.data.training.rows[0]
     one, other = (replace(row, inputs={column: (row.media,)}) for column in ("edit_image", "end_image"))
     assert cache._media_file(one) != cache._media_file(other)
 
@@ -60,7 +60,7 @@ def test_the_example_names_the_published_model_and_is_right(
     assert published.train.global_batch % 8 == 0
     inputs = check_inputs(load_config(file, [f"model.path={tiny_models(variant)}", f"output={tmp_path}"]))
     assert inputs.variant.name == variant
-    assert all(bool(row.inputs) == bool(inputs.family.inputs) for row in inputs.metadata.rows)
+    assert all(bool(row.inputs) == bool(inputs.family.inputs) for row in inputs.data.training.rows)
 
 
 @pytest.mark.parametrize("variant", REQUIRED)
@@ -91,7 +91,7 @@ def test_pictures_are_no_must_for_flux2(tiny_models: TinyModels, tmp_path: Path)
     inputs = check_inputs(run_config(tiny_models(variant), variant, tmp_path, rows))
     conditions = [runs.batches(inputs)._dataset[index].conditions for index in range(2)]
     assert ["reference.0" in one for one in conditions] == [False, True]
-    with pytest.raises(UserError, match=r"row 1 has none, row 2 edit_image 320x176; use train\.micro_batch=1"):
+    with pytest.raises(UserError, match=r"row 1 has none, row 2 edit_image 320x176; use data\.buckets=auto"):
         check_inputs(run_config(tiny_models(variant), variant, tmp_path, rows, "train.micro_batch=2"))
 
 
@@ -108,7 +108,7 @@ def test_pictures_that_do_not_fit_in_one_micro_batch_are_refused(tiny_models: Ti
         folder = tiny_models(variant)
         check_inputs(run_config(folder, variant, tmp_path / variant, rows * 2, *more))
         rows += [{**rows[0], column: str(tmp_path / "turned.jpg")}]
-        with pytest.raises(UserError, match=r"row 1 has .*, row 2 .*; use train.micro_batch=1") as error:
+        with pytest.raises(UserError, match=r"row 1 has .*, row 2 .*; use data.buckets=auto") as error:
             check_inputs(run_config(folder, variant, tmp_path / variant, rows, *more))
         assert column in str(error.value)
         alike = [{**rows[1], column: str(tmp_path / name)} for name in ("turned.jpg", "turned.jpg")]
@@ -116,7 +116,7 @@ def test_pictures_that_do_not_fit_in_one_micro_batch_are_refused(tiny_models: Ti
         check_inputs(run_config(folder, variant, tmp_path / variant, rows, "data.root=/"))
     one, other = {"reference.0": torch.zeros(4, 2, 3)}, {"reference.0": torch.zeros(4, 3, 2)}
     for pair in ([one, other], [one, {}], [{}, one]):
-        with pytest.raises(UserError, match=r"use train\.micro_batch=1"):
+        with pytest.raises(UserError, match=r"use data\.buckets=auto"):
             stack_references(pair)
 
 

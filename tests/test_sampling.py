@@ -9,7 +9,7 @@ import torch
 
 from flowshard.config_file import load_config
 from flowshard.data.cache import EncodedCache
-from flowshard.data.order import global_batch
+from flowshard.data.order import Order
 from flowshard.data.samples import cut_of, decode
 from flowshard.errors import UserError
 from flowshard.train.inputs import RunInputs, check_inputs
@@ -41,7 +41,7 @@ def test_every_option_that_changes_pixels_makes_other_entries(tiny: Path, clips:
     def entries(*overrides: str) -> set[Path]:
         inputs = _inputs(tiny, clips, data, *overrides)
         cache = EncodedCache(data.parent, inputs.config, inputs.family, inputs.source, torch.float32)
-        return {cache._media_file(row) for row in inputs.metadata.rows}
+        return {cache._media_file(row) for row in inputs.data.training.rows}
 
     first = entries()
     known = set(first)
@@ -67,7 +67,7 @@ def test_a_random_place_is_fixed_for_each_row_by_the_seed(tiny: Path, clips: Pat
     def draws(*overrides: str) -> list[float]:
         inputs = _inputs(tiny, clips, data, "data.sampling=random", *overrides)
         config = inputs.config
-        return [cut_of(row, config.data, inputs.family, seed=config.seed).draw for row in inputs.metadata.rows]
+        return [cut_of(row, config.data, inputs.family, seed=config.seed).draw for row in inputs.data.training.rows]
 
     assert draws() == draws("train.steps=9", "train.global_batch=2")
     assert draws() != draws("seed=1")
@@ -79,7 +79,7 @@ def test_trimmed_clips_train_together_and_memory_is_planned_with_the_longest(
     tiny: Path, clips: Path, data: Path
 ) -> None:
     inputs = _inputs(tiny, clips, data, "data.short=trim", "data.frames=29", "train.steps=2", "train.global_batch=3")
-    frames = [len(decode(row, inputs.config.data, inputs.family, seed=0)) for row in inputs.metadata.rows]
+    frames = [len(decode(row, inputs.config.data, inputs.family, seed=0)) for row in inputs.data.training.rows]
     # 25 frames a second: 10 are left of the first, and the others have 33 and 25.
     assert frames == [9, 29, 25]
     batches = runs.batches(inputs)
@@ -92,7 +92,7 @@ def test_trimmed_clips_train_together_and_memory_is_planned_with_the_longest(
 
 def test_short_clips_are_repeated(tiny: Path, clips: Path, data: Path) -> None:
     inputs = _inputs(tiny, clips, data, "data.short=repeat", "data.frames=29")
-    frames = decode(inputs.metadata.rows[0], inputs.config.data, inputs.family, seed=0)
+    frames = decode(inputs.data.training.rows[0], inputs.config.data, inputs.family, seed=0)
     assert len(frames) == 29
     assert (frames[9] == frames[28]).all()
     assert (frames[4] != frames[28]).any()
@@ -118,7 +118,7 @@ def test_bad_media_are_skipped_and_the_next_row_takes_their_place(
             assert part in printed
     instead = {1: "c", 3: "a"}
     for step in range(3):
-        order = global_batch(0, step, size=4, global_batch=4)
+        order = Order(0, [range(4)], global_batch=4).batch(step)
         expected = [instead.get(index, prompts[index]) for index in order]
         assert [row.prompt for row in batches.rows(step)] == expected
         assert [row.prompt for batch in batches.micro_batches(step) for row in batch.rows] == expected
@@ -143,8 +143,17 @@ def test_bad_media_are_skipped_and_the_next_row_takes_their_place(
             "data.short: clips that are trimmed differ",
         ),
         (("data.short=trim", "data.cache=off"), "data.short: how long trimmed clips are is known from a cache"),
-        (("data.sources=[{metadata: a.csv}]",), "give exactly one of data.metadata and data.sources"),
-        (("data.metadata=null",), "give exactly one of data.metadata and data.sources (neither is given)"),
+        (("data.sources=[{metadata: a.csv}]",), "give one of data.metadata ('m.csv') and data.sources"),
+        (("data.metadata=null",), "data.metadata: give data.metadata or data.sources, or set data.cache to a folder"),
+        (("data.cache_set=a",), "data.cache_set has no effect with data.metadata or data.sources"),
+        (("data.metadata=null", "data.cache=x", "data.root=y"), "data.root has no effect without metadata"),
+        (("data.height=null",), "data.height: give data.height and data.width, or data.max_pixels"),
+        (
+            ("data.max_pixels=4096",),
+            "give data.height and data.width, or data.max_pixels (4096); set the others to null",
+        ),
+        (("data.bucket_step=64",), "data.bucket_step has no effect without data.max_pixels"),
+        (("data.buckets=auto", "data.cache=off"), "data.buckets: the shapes of samples are known from a cache"),
         (("data.metadata=null", "data.sources=[{metadata: a.csv}]", "data.root=x"), "data.root has no effect"),
         (
             ("data.metadata=null", "data.sources=[{metadata: a.csv, wieght: 2}]"),

@@ -81,7 +81,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What it is trained on. Give `metadata` or `sources`."""
+    """What it is trained on. Give `metadata` or `sources`, or a folder as `cache` that was filled before."""
 
     metadata: str | None = None
     """A `.csv`, `.json` or `.jsonl` file with the columns `prompt` and `video` or `image`; or a folder of media with a
@@ -93,10 +93,20 @@ class DataConfig(Section):
     columns: list[str] | None = None
     """Columns of the metadata that are read besides `prompt`; all others are left aside, as if they were not there. Null
     reads every column that is known."""
-    height: PositiveInt
-    """Height in pixels. Media are resized, keeping the aspect ratio, and cropped at the centre."""
-    width: PositiveInt
+    height: PositiveInt | None = None
+    """Height in pixels. Media are resized, keeping the aspect ratio, and cropped at the centre. Give `height` and `width`, or
+    `max_pixels`."""
+    width: PositiveInt | None = None
     """Width in pixels."""
+    max_pixels: PositiveInt | None = None
+    """Every sample has its own size: that of its medium, or smaller with the same aspect ratio, so that a frame has at most so
+    many pixels. Both sides are cut to multiples of `bucket_step`. Nothing is enlarged."""
+    bucket_step: PositiveInt | None = None
+    """With `max_pixels`, what both sides are cut to multiples of; what the model needs if null. Larger steps give fewer
+    shapes, so fuller buckets."""
+    buckets: Literal["off", "auto"] = "off"
+    """`auto` makes up every step from samples of one shape, as `train.micro_batch` above 1 needs where shapes differ. Needs a
+    cache."""
     frames: PositiveInt = 1
     """Frames of a clip. A picture is a clip of one frame."""
     fps: PositiveFloat | None = None
@@ -107,7 +117,7 @@ class DataConfig(Section):
     which the seed decides for each row once."""
     short: Literal["refuse", "trim", "repeat"] = "refuse"
     """What becomes of a clip with fewer frames: an error; the largest number of frames that the model can take, which
-    needs `train.micro_batch=1` and a cache; or its last frame again."""
+    needs a cache, and `data.buckets=auto` or `train.micro_batch=1`; or its last frame again."""
     repeat: PositiveInt = 1
     """How many times an epoch goes through the metadata."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -124,7 +134,10 @@ class DataConfig(Section):
     models that do without: FLUX.2 and Wan 2.2 TI2V."""
     cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
-    a folder for the encoded samples, which several runs may share."""
+    a folder for the encoded samples, which several runs may share. With neither `metadata` nor `sources`, samples are those
+    that were encoded into this folder."""
+    cache_set: str | None = None
+    """Without `metadata` and `sources`: which of the sets in the folder, by the beginning of its name, if it holds several."""
 
 
 class GroupConfig(Section):

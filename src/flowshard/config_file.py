@@ -13,7 +13,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, ObjectiveConfig, PromptConfig, SourceConfig
+from flowshard.config import (
+    AVAILABLE_VALUES,
+    Config,
+    DataConfig,
+    GroupConfig,
+    ObjectiveConfig,
+    PromptConfig,
+    SourceConfig,
+)
 from flowshard.errors import UserError
 from flowshard.objective.presets import PLACES
 
@@ -50,7 +58,7 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(_explain(error)) from None
-    _check_conflicts(config)
+    check_conflicts(config)
     return config
 
 
@@ -253,8 +261,12 @@ def _show(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def _check_conflicts(config: Config) -> None:
-    """Refuse what single fields cannot see: values of later versions, and options that contradict one another."""
+def check_conflicts(config: Config) -> None:
+    """Refuse what single fields cannot see: values of later versions, and options that contradict one another.
+
+    Raises:
+        UserError: naming the options.
+    """
     tree = config.model_dump()
     for option, accepted in AVAILABLE_VALUES.items():
         section, leaf = option.split(".")
@@ -266,27 +278,7 @@ def _check_conflicts(config: Config) -> None:
         raise UserError(
             "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"
         )
-    data = config.data
-    if (data.metadata is None) == (not data.sources):
-        state = "neither is" if data.metadata is None else f"data.metadata is {data.metadata!r}, and both are"
-        raise UserError(f"give exactly one of data.metadata and data.sources ({state} given)")
-    if data.sources and data.root is not None:
-        raise UserError("data.root has no effect with data.sources; give each source a root")
-    if data.short == "trim" and config.train.micro_batch > 1:
-        raise UserError(
-            f"data.short: clips that are trimmed differ in length, but train.micro_batch {config.train.micro_batch} needs "
-            "samples of one shape; use train.micro_batch=1, or data.short=repeat or refuse"
-        )
-    if data.short == "trim" and data.cache == "off":
-        raise UserError(
-            "data.short: how long trimmed clips are is known from a cache, to plan memory with the longest; use another "
-            "data.cache than off, or data.short=repeat or refuse"
-        )
-    if data.on_error == "skip" and data.cache == "off":
-        raise UserError(
-            "data.on_error: which media are skipped is known from a cache, before the first step; use another data.cache than "
-            "off, or data.on_error=stop"
-        )
+    _check_data(config.data, config.train.micro_batch)
     _check_preset(config.objective)
     train = config.train
     if (train.steps is None) == (train.epochs is None):
@@ -327,6 +319,57 @@ def _check_preset(objective: ObjectiveConfig) -> None:
     if low == high:
         raise UserError(
             f"objective.index_range: {list(objective.index_range)} holds none of the {PLACES} places; widen it"
+        )
+
+
+def from_cache(data: DataConfig) -> bool:
+    """Whether samples come from a cache folder alone."""
+    return data.metadata is None and not data.sources
+
+
+def _check_data(data: DataConfig, micro_batch: int) -> None:
+    if data.metadata is not None and data.sources:
+        raise UserError(f"give one of data.metadata ({data.metadata!r}) and data.sources; set the other to null or []")
+    cached = from_cache(data)
+    if cached and data.cache in ("auto", "off"):
+        raise UserError(
+            "data.metadata: give data.metadata or data.sources, or set data.cache to a folder that `flowshard cache` has filled"
+        )
+    if data.cache_set is not None and not cached:
+        raise UserError("data.cache_set has no effect with data.metadata or data.sources; set it to null")
+    if data.root is not None and data.metadata is None:
+        with_what = "without metadata" if cached else "with data.sources; give each source a root"
+        raise UserError(f"data.root has no effect {with_what}")
+    sides = [data.height, data.width]
+    if data.max_pixels is not None and sides != [None, None]:
+        raise UserError(
+            f"give data.height and data.width, or data.max_pixels ({data.max_pixels}); set the others to null"
+        )
+    if None in sides and data.max_pixels is None and not (cached and sides == [None, None]):
+        raise UserError(
+            f"data.{'height' if data.height is None else 'width'}: give data.height and data.width, or data.max_pixels, with "
+            "which every sample keeps its own size"
+        )
+    if data.bucket_step is not None and data.max_pixels is None and not cached:
+        raise UserError("data.bucket_step has no effect without data.max_pixels; set it to null")
+    if data.buckets == "auto" and data.cache == "off":
+        raise UserError(
+            "data.buckets: the shapes of samples are known from a cache; use another data.cache than off, or data.buckets=off"
+        )
+    if data.short == "trim" and micro_batch > 1 and data.buckets == "off":
+        raise UserError(
+            f"data.short: clips that are trimmed differ in length, but train.micro_batch {micro_batch} needs samples of one "
+            "shape; use data.buckets=auto, train.micro_batch=1, or data.short=repeat or refuse"
+        )
+    if data.short == "trim" and data.cache == "off":
+        raise UserError(
+            "data.short: how long trimmed clips are is known from a cache, to plan memory with the longest; use another "
+            "data.cache than off, or data.short=repeat or refuse"
+        )
+    if data.on_error == "skip" and data.cache == "off":
+        raise UserError(
+            "data.on_error: which media are skipped is known from a cache, before the first step; use another data.cache than "
+            "off, or data.on_error=stop"
         )
 
 

@@ -177,10 +177,13 @@ class _Translator:
     def _data(self, output: Path) -> dict[str, Any]:
         arguments = self.arguments
         data: dict[str, Any] = {**self._size(), "repeat": arguments["dataset_repeat"]}
+        if self.from_cache:
+            # Samples keep the size at which they were encoded; one that is given has to be that.
+            size = {name: value for name, value in data.items() if name != "max_pixels" or name in arguments.given}
+            frames = {"frames": arguments["num_frames"]} if "num_frames" in arguments.given else {}
+            return {**size, **frames, "cache": arguments["dataset_base_path"]}
         if self.script.series == WAN:
             data |= {"frames": arguments["num_frames"], "short": "trim"}
-        if self.from_cache:
-            return {**data, "cache": arguments["dataset_base_path"]}
         if self.encode:
             data["cache"] = str(output)
         return {

@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,18 +21,19 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from flowshard.config import Config
+from flowshard.data.buckets import Shapes
+from flowshard.data.cached_sets import write_set
 from flowshard.data.captions import captions_of
-from flowshard.data.metadata import Row
+from flowshard.data.media import MEDIA_VERSION
+from flowshard.data.metadata import CachedNames, Metadata, Row
 from flowshard.data.problems import DataError
 from flowshard.data.samples import cut_of
+from flowshard.data.sizes import row_size
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.weights.files import atomic_file, fingerprint, read_json
 from flowshard.weights.source import ModelSource
-
-_MEDIA_VERSION = 1
-"""Raised whenever `media.read_frames` gives other pixels."""
 
 _ABANDONED_SECONDS = 3600.0
 """Age from which a temporary file is of a process that was killed."""
@@ -56,16 +58,36 @@ class RowEncoder(Protocol):
 class EncodedCache:
     """The cache folder as one run sees it."""
 
-    def __init__(self, folder: Path, config: Config, family: Family, source: ModelSource, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        family: Family,
+        source: ModelSource,
+        dtype: torch.dtype,
+        known: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Open it.
+
+        Args:
+            folder: may not exist yet.
+            config: of the run.
+            family: of the model.
+            source: the model's files, of which the encoders may be missing.
+            dtype: of text entries.
+            known: fingerprints of the encoders that a set was encoded with, if its rows are read.
+
+        Raises:
+            UserError: the model lacks an encoder and the entries do not say which it was, or has another one than the set.
+        """
         self._folder = folder
         common = {"variant": config.model.variant, "encoding": family.encoding_version}
         self._config, self._family = config, family
-        size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
-        self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source)
+        self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source, known)
         self._media_basis = {
             **common,
-            **size,
-            "media": _MEDIA_VERSION,
+            "frames": config.data.frames,
+            "media": MEDIA_VERSION,
             "encoders": [self._encoders.of(name) for name in family.media_components],
         }
         self._text_basis = {
@@ -76,6 +98,7 @@ class EncodedCache:
         self._text_inputs = family.text_inputs
         self._hashes = _MediaHashes(folder / "media.json")
         self._files: dict[tuple[str, Any], Path] = {}
+        self._shapes: dict[Path, Shapes] = {}
 
     def fill(
         self, rows: Sequence[Row], encoder: RowEncoder, processes: Processes, *, apart: bool = False
@@ -119,14 +142,20 @@ class EncodedCache:
             *((file, row, partial(encoder.media, row)) for file, row in media.items()),
             *((file, row, partial(encoder.text, row, caption)) for file, (row, caption) in texts.items()),
         ]
-        work = [task for task in tasks if not task[0].is_file()]
+        work = [task for task in tasks if not (task[0].is_file() or (task[1].cached and _failure(task[0]).is_file()))]
         processes.wait_for_all("cache listed")  # all have looked before the first writes, so all divide the same work
         processes.say(
             f"cache {self._folder}: {len(rows)} samples of {len(media)} media and {len(texts)} prompts; "
             f"{len(tasks) - len(work)} entries are there, {len(work)} are encoded now"
         )
+        gone = next((row for _, row, _ in work if row.cached is not None), None)
+        if gone is not None:
+            raise UserError(
+                f"data.cache: {len(work)} entries are not in {self._folder} any more, for example of {gone.describe()}; encode "
+                "the set again with `flowshard cache`"
+            )
         if not work:
-            return {}
+            return self._failed(rows)[0]
         encoder.check(f"{len(work)} entries are not in {self._folder} yet")
         own = _rotated(work) if apart else work[processes.layout.rank :: processes.layout.world]
         for file, _, encode in tqdm(own, desc="encode", unit="entry", disable=None if processes.is_main else True):
@@ -157,12 +186,12 @@ class EncodedCache:
         """Why rows are skipped, by their place, and the entries that are missing for that."""
         failed: dict[int, str] = {}
         theirs: set[Path] = set()
-        if self._config.data.on_error == "stop":
-            return failed, theirs
         for place, row in enumerate(rows):
             file = self._media_file(row)
             if not file.is_file() and _failure(file).is_file():
                 failed[place] = _failure(file).read_text(encoding="utf-8")
+                if self._config.data.on_error == "stop":
+                    raise UserError(f"{failed[place]}. Or set data.on_error=skip")
                 captions = captions_of(row, dropout=self._config.data.caption_dropout)
                 theirs |= {file, *(self._text_file(row, caption) for caption in captions)}
         return failed, theirs
@@ -180,26 +209,59 @@ class EncodedCache:
         """The tensors of the row's medium, `latents` among them."""
         return load_file(self._media_file(row))
 
-    def latents_shape(self, row: Row) -> list[int]:
-        """The shape of the latents of the row's medium, which are not read."""
-        with safe_open(self._media_file(row), framework="pt") as file:
-            shape: list[int] = file.get_slice("latents").get_shape()
-        return shape
+    def shapes(self, row: Row) -> Shapes:
+        """The shapes of the tensors of the row's medium, by name; the tensors are not read."""
+        path = self._media_file(row)
+        if path not in self._shapes:
+            with safe_open(path, framework="pt") as file:
+                names = sorted(file.keys())
+                self._shapes[path] = tuple((name, tuple(file.get_slice(name).get_shape())) for name in names)
+        return self._shapes[path]
+
+    def write_set(self, metadata: Metadata) -> None:
+        """Note in the folder that it holds these samples. Rows that come from a set are noted already."""
+        dropout = self._config.data.caption_dropout
+
+        def names(row: Row) -> CachedNames:
+            texts = {caption: self._text_file(row, caption).name for caption in captions_of(row, dropout=dropout)}
+            return CachedNames(self._media_file(row).name, texts)
+
+        if not any(row.cached for row in metadata.rows):
+            write_set(self._folder, self._config, metadata, self._family, names, self._encoders.used)
 
     def read_text(self, row: Row, caption: str) -> Tensors:
         """The tensors of a caption of the row."""
         return load_file(self._text_file(row, caption))
 
     def _media_file(self, row: Row) -> Path:
+        if row.cached is not None:
+            return self._folder / "media" / row.cached.media
         key = ("media", (row.media, row.start, row.end, *row.inputs.items()))
         if key not in self._files:
             hashes = [self._hashes.of(file) for file in row.medium]
             own = {"sha256": hashes if row.pictures else hashes[0], **self._hashed(row, list(row.inputs))}
             cut = cut_of(row, self._config.data, self._family, seed=self._config.seed).key()
-            self._files[key] = self._entry("media", {**self._media_basis, **own, **({"cut": cut} if cut else {})})
+            size = dict(zip(("height", "width"), self._size(row), strict=True))
+            self._files[key] = self._entry(
+                "media", {**self._media_basis, **size, **own, **({"cut": cut} if cut else {})}
+            )
         return self._files[key]
 
+    def _size(self, row: Row) -> tuple[int, int]:
+        """Height and width of the row, nothing for one that cannot be decoded: it fails when it is encoded."""
+        try:
+            return row_size(row, self._config.data, self._family)
+        except DataError:
+            return 0, 0
+
     def _text_file(self, row: Row, caption: str) -> Path:
+        if row.cached is not None:
+            if caption not in row.cached.texts:
+                raise UserError(
+                    f"data.caption_dropout: the set in {self._folder} has no entry of the empty caption; encode it again with "
+                    "`flowshard cache` and this option, or set data.caption_dropout=0"
+                )
+            return self._folder / "text" / row.cached.texts[caption]
         columns = [column for column in self._text_inputs if column in row.inputs]
         key = ("text", (caption, *((column, row.inputs[column]) for column in columns)))
         if key not in self._files:
@@ -267,10 +329,14 @@ def _rotated(work: Sequence[T]) -> Sequence[T]:
 class _EncoderFingerprints:
     """What identifies encoders, remembered with the entries, so that these are found when the encoders are gone."""
 
-    def __init__(self, file: Path, variant: str, source: ModelSource) -> None:
+    def __init__(self, file: Path, variant: str, source: ModelSource, of_set: Mapping[str, str]) -> None:
+        """Open it; a set that is read says by itself what it was made with."""
         self._file = file
         self._variant = variant
         self._source = source
+        self._of_set = of_set
+        self.used: dict[str, str] = {}
+        """What was asked for, by component."""
         self._known: dict[str, list[str]] = {}
         if file.is_file():
             self._known = read_json(file)
@@ -280,17 +346,28 @@ class _EncoderFingerprints:
         """The fingerprint of a component: of what the model has now, else of the one that the entries were made with.
 
         Raises:
-            UserError: the model lacks it, and the entries do not say which it was.
+            UserError: the model lacks it, and the entries do not say which it was; or it has another than the set.
         """
+        self.used[component] = self._find(component)
+        return self.used[component]
+
+    def _find(self, component: str) -> str:
         name = f"{self._variant}/{component}"
         known = self._known.get(name, [])
         place = self._source.parts.get(component)
         if place is not None and place.exists():
             found = fingerprint(place)
+            if self._of_set.get(component, found) != found:
+                raise UserError(
+                    f"model.path: the {component} of {self._source.label} is not the one that the samples in "
+                    f"{self._file.parent} were encoded with; encode them again with `flowshard cache`"
+                )
             if found not in known:
                 self._known[name] = [*known, found]
                 self._changed = True
             return found
+        if component in self._of_set:
+            return self._of_set[component]
         if len(known) == 1:
             return known[0]
         why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._variant}"

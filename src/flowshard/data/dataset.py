@@ -3,7 +3,7 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from flowshard.config import Config, DataConfig
+from flowshard.data.buckets import Bucket, elements, group
 from flowshard.data.cache import EncodedCache
 from flowshard.data.metadata import Metadata, Row
 from flowshard.data.samples import decode, decode_inputs
+from flowshard.data.sources import RunData
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
@@ -140,11 +142,9 @@ class Dataset(ABC):
         tensors = self._tensors(row, caption)
         return Sample(row, tensors.pop("latents"), tensors)
 
+    @abstractmethod
     def largest(self) -> Sample:
-        """A sample of the largest latents that there are."""
-        used = self._used()
-        row = next((row for row in used if not row.is_picture), used[0])
-        return self.sample(row, row.prompt)
+        """A sample of the most tensor elements that there are."""
 
     def _used(self) -> list[Row]:
         return [row for place, row in enumerate(self.rows) if place not in self._instead]
@@ -161,6 +161,11 @@ class OnlineDataset(Dataset):
         super().__init__(encoder.metadata, encoder.config.data)
         self._encoder = encoder
 
+    def largest(self) -> Sample:
+        # Clips have as many frames as the run, since shorter ones are trimmed with a cache only.
+        row = max(self.rows, key=lambda row: (not row.is_picture, math.prod(row.size or ())))
+        return self.sample(row, row.prompt)
+
     def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
         return {**self._encoder.media(row), **self._encoder.text(row, caption)}
 
@@ -173,25 +178,37 @@ class CachedDataset(Dataset):
     ) -> None:
         super().__init__(metadata, data, skipped)
         self._cache = cache
-        self._trimmed = data.short == "trim"
+        self.skipped = len(skipped) + len(metadata.left_out)
+        """Rows that cannot be used."""
+        # To know the shapes otherwise means to open every entry.
+        kinds = {(row.is_picture, bool(row.inputs)) for row in self.rows}
+        self._alike = data.max_pixels is None and data.short != "trim" and kinds in ({(True, False)}, {(False, False)})
+
+    def buckets(self) -> list[Bucket]:
+        """The samples of an epoch by shape, the largest first."""
+        if self._alike:
+            return [Bucket(self._cache.shapes(self.row(0)), list(range(len(self))))]
+        return group(self._cache.shapes(self.row(index)) for index in range(len(self)))
 
     def largest(self) -> Sample:
-        """A sample of the largest latents that there are; trimmed clips differ in length."""
-        clips = [row for row in self._used() if not row.is_picture]
-        if not (self._trimmed and clips):
-            return super().largest()
-        row = max(clips, key=lambda clip: math.prod(self._cache.latents_shape(clip)))
+        used = self._used()
+        row = used[0] if self._alike else max(used, key=lambda row: elements(self._cache.shapes(row)))
         return self.sample(row, row.prompt)
 
     def _tensors(self, row: Row, caption: str) -> dict[str, torch.Tensor]:
         return {**self._cache.read_media(row), **self._cache.read_text(row, caption)}
 
 
-def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Processes, apart: bool = False) -> Dataset:
-    """The dataset of a run; with a cache folder, everything that is not in it yet is encoded now.
+def open_datasets(
+    encoder: Encoder, samples: RunData, cache_folder: Path | None, *, processes: Processes, apart: bool = False
+) -> tuple[Dataset, Dataset | None]:
+    """The datasets of a run: of the samples that are trained on, and of those that are held out.
+
+    With a cache folder, everything that is not in it yet is encoded now.
 
     Args:
         encoder: for what has to be encoded; may be released afterwards if there is a cache.
+        samples: of the run.
         cache_folder: where encoded samples are kept; None encodes at every access.
         processes: share the work.
         apart: see `EncodedCache.fill`.
@@ -200,16 +217,38 @@ def open_dataset(encoder: Encoder, cache_folder: Path | None, *, processes: Proc
         UserError: a medium cannot be decoded; the message names file and row.
     """
     if cache_folder is None:
-        return OnlineDataset(encoder)
-    cache = EncodedCache(cache_folder, encoder.config, encoder.family, encoder.source, encoder.dtype)
-    rows, data = encoder.metadata.rows, encoder.config.data
-    failed = cache.fill(rows, encoder, processes, apart=apart)
-    for reason in failed.values():
+        return OnlineDataset(encoder), None if samples.held_out is None else OnlineDataset(encoder.of(samples.held_out))
+    config = encoder.config
+
+    def opened(metadata: Metadata) -> EncodedCache:
+        known = metadata.encoders
+        return EncodedCache(cache_folder, config, encoder.family, encoder.source, encoder.dtype, known)
+
+    def filled(cache: EncodedCache, metadata: Metadata) -> Dataset:
+        failed = cache.fill(metadata.rows, encoder.of(metadata), processes, apart=apart)
+        _check_skipped(failed, metadata, config.data, processes)
+        return CachedDataset(cache, metadata, config.data, failed)
+
+    cache = opened(samples.all)
+    dataset, held_out = filled(cache, samples.training), None
+    if samples.held_out is not None:
+        # What is held out from a file of its own does not come from the set that the others may come from.
+        same = samples.held_out.encoders == samples.all.encoders
+        held_out = filled(cache if same else opened(samples.held_out), samples.held_out)
+    if processes.is_main:
+        cache.write_set(samples.all)
+    return dataset, held_out
+
+
+def _check_skipped(failed: Mapping[int, str], metadata: Metadata, data: DataConfig, processes: Processes) -> None:
+    """Say which rows are skipped, and refuse to skip too many."""
+    reasons = [*metadata.left_out, *failed.values()]
+    for reason in reasons:
         processes.say(f"skipped: {reason}")
-    most = min(data.max_skipped, len(rows) - 1)
-    if len(failed) > most:
+    rows = len(metadata.rows) + len(metadata.left_out)
+    most = min(data.max_skipped, rows - 1)
+    if len(reasons) > most:
         raise UserError(
-            f"data.max_skipped: {len(failed)} of {len(rows)} rows cannot be used, and at most {most} may be skipped; the "
-            f"first: {next(iter(failed.values()))}. Run `flowshard check` to see all"
+            f"data.max_skipped: {len(reasons)} of {rows} rows cannot be used, and at most {most} may be skipped; the first: "
+            f"{reasons[0]}. Run `flowshard check` to see all"
         )
-    return CachedDataset(cache, encoder.metadata, data, failed)

@@ -16,6 +16,8 @@ from flowshard.data.problems import DataError
 from flowshard.errors import UserError
 from flowshard.families.base import Input, Inputs
 
+MEDIA_VERSION = 1
+"""Raised whenever `read_frames` gives other pixels, so that no stale encoded sample is used."""
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 CLIP_SUFFIXES = frozenset(
     {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".gif"}
@@ -153,7 +155,7 @@ def picture_size(path: Path, *, where: str) -> tuple[int, int]:
             return image.size[::-1] if turned else image.size
     except Exception as error:  # as in `read_frames`
         reason = " ".join(str(error).split())
-        raise UserError(f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
+        raise DataError("not decodable", f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
 
 
 def middle_frame(path: Path) -> Image.Image:

@@ -4,7 +4,7 @@ import glob
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,15 @@ _SHOWN_ROWS = 5
 
 
 @dataclass(frozen=True)
+class CachedNames:
+    """The entries of a row in a cache."""
+
+    media: str
+    texts: Mapping[str, str]
+    """By caption."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One sample of the metadata."""
 
@@ -52,6 +61,12 @@ class Row:
     """Where in the clip the sample begins, in seconds."""
     end: float | None = None
     """Where it ends; None is the end of the clip."""
+    size: tuple[int, int] | None = None
+    """Height and width at which it is encoded, where that is its own."""
+    name: str = ""
+    """The medium as it is called in its data folder."""
+    cached: CachedNames | None = None
+    """Its entries in a cache, where the row comes from there."""
 
     @property
     def prompt(self) -> str:
@@ -89,10 +104,27 @@ class Metadata:
     """Lines about what was read otherwise than it is written, or not at all."""
     epoch: Sequence[int]
     """The samples of an epoch before `data.repeat`, as places in `rows`."""
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the encoders that rows from a cache were encoded with."""
+    left_out: tuple[str, ...] = ()
+    """Why rows of the files are not among `rows`."""
 
     def describe(self, row: Row) -> str:
         """How messages name a row: file, row and medium."""
         return row.describe()
+
+
+def without(metadata: Metadata, places: Collection[int]) -> Metadata:
+    """The samples without the rows at these places."""
+    if not places:
+        return metadata
+    kept = [place for place in range(len(metadata.rows)) if place not in places]
+    if isinstance(metadata.epoch, range):
+        epoch: Sequence[int] = range(len(kept))
+    else:
+        place_of = {place: number for number, place in enumerate(kept)}
+        epoch = [place_of[place] for place in metadata.epoch if place in place_of]
+    return replace(metadata, rows=tuple(metadata.rows[place] for place in kept), epoch=epoch)
 
 
 def read_metadata(
@@ -222,7 +254,7 @@ def _with_files(path: Path, root: Path, rows: Sequence[Row], note: Note) -> list
                 f"(now {root}){''.join(lines[:_SHOWN_ROWS])}{more}",
                 source=path,
                 row=number,
-                short=f"{files[0]} does not exist",
+                short=f"{path}, row {number}: {files[0]} does not exist",
             )
         )
     return [row for row in rows if row.number not in missing]
@@ -262,6 +294,7 @@ class _RowReader:
             prompts=tuple(self.prefix + prompt for prompt in prompts),
             inputs={column: found for column, found in files.items() if found},
             pictures=self._sequence(media),
+            name=Path(os.path.relpath(media, self.root)).as_posix(),
         )
         return self._timed(row, record)
 

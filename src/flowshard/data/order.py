@@ -3,8 +3,14 @@
 Epoch e goes through a permutation of its own of all samples. Step t takes positions [t * G, (t + 1) * G) of the endless
 concatenation of the epochs, where G is the global batch. Nothing is dropped and nothing padded; ranks and micro-batches
 take slices of the global batch.
+
+With buckets, each bucket goes through its own samples in this way, and each step belongs to one bucket. The k-th step of a
+bucket with n of the N samples is due at time (k + 1/2) * N / n, and the steps are taken in the order in which they are due:
+so in any stretch of a run all samples are used about equally often, whatever their bucket. The steps of the first bucket,
+that of the largest samples, are due half an interval earlier, so step 0 is one of them.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -12,31 +18,64 @@ import numpy as np
 from flowshard.seeds import derive_seed
 
 
-def global_batch(seed: int, step: int, *, size: int, global_batch: int) -> list[int]:
-    """The samples of one optimizer update.
+class Order:
+    """The endless order of the samples of a run."""
 
-    Args:
-        seed: the run's seed.
-        step: the update, from 0.
-        size: samples of an epoch.
-        global_batch: samples of an update, over all ranks and micro-batches.
+    def __init__(self, seed: int, buckets: Sequence[Sequence[int]], *, global_batch: int) -> None:
+        """Lay out the order.
 
-    Returns:
-        `global_batch` indices into an epoch, each in [0, size).
-    """
-    positions = range(step * global_batch, (step + 1) * global_batch)
-    return [int(permutation(seed, position // size, size)[position % size]) for position in positions]
+        Args:
+            seed: the run's seed.
+            buckets: the samples of an epoch, each in one bucket, by their indices; one bucket if all go together.
+            global_batch: samples of an update, over all ranks and micro-batches.
+        """
+        self._buckets = [np.asarray(bucket, dtype=np.int64) for bucket in buckets]
+        self._global_batch = global_batch
+        self._permutation = lru_cache(maxsize=4 * len(buckets))(
+            lambda bucket, epoch: permutation(seed, epoch, self._buckets[bucket])
+        )
+        sizes = [len(bucket) for bucket in buckets]
+        due = [(np.arange(size) + (0.0 if number == 0 else 0.5)) / size for number, size in enumerate(sizes)]
+        # Of steps that are due at the same time the first bucket's comes first.
+        order = np.argsort(np.concatenate(due), kind="stable")
+        self._bucket = np.repeat(np.arange(len(sizes)), sizes)[order]
+        """The bucket of each of the first N steps, after which it begins again."""
+        self._turn = np.concatenate([np.arange(size) for size in sizes])[order]
+        """How many of these steps the bucket had before."""
+
+    def bucket(self, step: int) -> int:
+        """The bucket that a step takes its samples from."""
+        return int(self._bucket[step % len(self._bucket)])
+
+    def first_step(self, bucket: int) -> int:
+        """The first step that takes its samples from a bucket."""
+        return int(np.flatnonzero(self._bucket == bucket)[0])
+
+    def batch(self, step: int) -> list[int]:
+        """The samples of one update.
+
+        Args:
+            step: the update, from 0.
+
+        Returns:
+            `global_batch` indices into an epoch, of one bucket.
+        """
+        rounds, place = divmod(step, len(self._bucket))
+        bucket = int(self._bucket[place])
+        size = len(self._buckets[bucket])
+        first = (rounds * size + int(self._turn[place])) * self._global_batch
+        positions = range(first, first + self._global_batch)
+        return [int(self._permutation(bucket, position // size)[position % size]) for position in positions]
 
 
-@lru_cache(maxsize=4)
-def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order of one epoch: indices 0 to size - 1 sorted by a keyed 64-bit hash.
+def permutation(seed: int, epoch: int, members: np.ndarray) -> np.ndarray:
+    """The order of one epoch: the members, in [0, 2^63), sorted by a keyed 64-bit hash.
 
     Written out rather than taken from a library's shuffle, whose result may change from one release or machine to the
     next, as resumed runs depend on it.
     """
-    keys = np.arange(size, dtype=np.uint64) + np.uint64(derive_seed(seed, "order", epoch))
-    return np.argsort(_splitmix64(keys), kind="stable")
+    keys = members.astype(np.uint64) + np.uint64(derive_seed(seed, "order", epoch))
+    return members[np.argsort(_splitmix64(keys), kind="stable")]
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from flowshard.config import DataConfig
 from flowshard.data.clips import Cut
 from flowshard.data.media import WHOLE, read_frames, read_inputs
 from flowshard.data.metadata import Row
+from flowshard.data.sizes import row_size
 from flowshard.families.base import Family, Inputs
 from flowshard.seeds import uniform
 
@@ -33,10 +34,11 @@ def decode(row: Row, data: DataConfig, family: Family, *, seed: int) -> np.ndarr
     Raises:
         UserError: it cannot be decoded or is too short; the message names file and row.
     """
+    height, width = row_size(row, data, family)
     return read_frames(
         row.pictures or row.media,
-        height=data.height,
-        width=data.width,
+        height=height,
+        width=width,
         frames=data.frames,
         where=row.describe(),
         cut=cut_of(row, data, family, seed=seed),
@@ -59,12 +61,13 @@ def decode_inputs(
     Raises:
         UserError: a file cannot be decoded; the message names file and row.
     """
+    height, width = row_size(row, data, family)
     return read_inputs(
         [one for one in family.inputs if one.column in columns],
         row.inputs,
         own=frames,
-        height=data.height,
-        width=data.width,
+        height=height,
+        width=width,
         frames=data.frames,
         where=row.describe(),
         cut=cut_of(row, data, family, seed=seed),

@@ -1,6 +1,7 @@
 """One list of samples from one metadata file or several, and what an epoch of it is. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from flowshard.config import DataConfig, SourceConfig
@@ -10,6 +11,18 @@ from flowshard.families.base import Input
 
 LONGEST_EPOCH = 100_000_000
 """Samples of an epoch; weights that are further apart are a mistake."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The samples of a run."""
+
+    all: Metadata
+    """Those of its metadata, or of the set in its cache."""
+    training: Metadata
+    """Those of them that are trained on."""
+    held_out: Metadata | None
+    """Samples that are never trained on."""
 
 
 def read_data(data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = stop) -> Metadata:
@@ -47,14 +60,14 @@ def read_data(data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = st
     )
 
 
-def read_validation(path: str, data: DataConfig, inputs: Sequence[Input] = ()) -> Metadata:
+def read_validation(path: str, data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = stop) -> Metadata:
     """Read and check the metadata of `validation.metadata`; paths start from `data.root` as in the training data.
 
     Raises:
         UserError: as `read_metadata`.
     """
-    note = _naming(stop, {"data.metadata": "validation.metadata"})
-    return _read(path, data.root, inputs, data, note)
+    named = _naming(note, {"data.metadata": "validation.metadata"})
+    return _read(path, data.root, inputs, data, named)
 
 
 def _naming(note: Note, options: Mapping[str, str]) -> Note:

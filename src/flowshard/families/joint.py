@@ -88,7 +88,7 @@ def stack_references(conditions: Sequence[Tensors]) -> Tensors:
     if any(shape != shapes[0] for shape in shapes):
         raise UserError(
             "train.micro_batch: samples of one micro-batch have reference pictures of other number or size; use "
-            "train.micro_batch=1"
+            "data.buckets=auto or train.micro_batch=1"
         )
     return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 

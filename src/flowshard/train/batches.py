@@ -8,9 +8,9 @@ import torch
 
 from flowshard.config import Config
 from flowshard.data.captions import caption_of
-from flowshard.data.dataset import Dataset, Sample
+from flowshard.data.dataset import CachedDataset, Dataset, Sample
 from flowshard.data.metadata import Row
-from flowshard.data.order import global_batch
+from flowshard.data.order import Order
 from flowshard.families.base import Family
 from flowshard.objective.grids import Levels
 from flowshard.objective.randomness import noise, quantiles
@@ -56,6 +56,12 @@ class StepBatches:
     ) -> None:
         """Give guidance-distilled models the value `guidance`."""
         self._dataset = dataset
+        # `load_config` has seen to a cache.
+        self._buckets = (
+            dataset.buckets() if config.data.buckets == "auto" and isinstance(dataset, CachedDataset) else []
+        )
+        samples: list[Sequence[int]] = [bucket.samples for bucket in self._buckets] or [range(len(dataset))]
+        self._order = Order(config.seed, samples, global_batch=config.train.global_batch)
         self._family = family
         self._seed = config.seed
         self._train = config.train
@@ -68,13 +74,24 @@ class StepBatches:
 
     def rows(self, step: int) -> list[Row]:
         """The samples of a step, over all processes."""
-        indices = global_batch(self._seed, step, size=len(self._dataset), global_batch=self._train.global_batch)
-        return [self._dataset.row(index) for index in indices]
+        return [self._dataset.row(index) for index in self._order.batch(step)]
+
+    def describe_buckets(self, *, steps: int) -> list[str]:
+        """A line for each bucket, the largest first; none without buckets."""
+        lines = []
+        for number, bucket in enumerate(self._buckets):
+            first = self._order.first_step(number)
+            unused = f"; warning: first used in step {first + 1}, after the end of this run" if first >= steps else ""
+            lines.append(
+                f"{'bucket':<11} latents {bucket.latents}, {self._family.tokens(torch.Size(bucket.latents)):,} tokens: "
+                f"{len(bucket.samples)} samples{unused}"
+            )
+        return lines
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of this process in a step, in order."""
         size, micro = self._train.global_batch, self._train.micro_batch
-        indices = global_batch(self._seed, step, size=len(self._dataset), global_batch=size)
+        indices = self._order.batch(step)
         draws = quantiles(self._seed, step=step, global_batch=size, stratified=self._stratified)
         sigmas = self._levels.sigmas(draws)
         weights = self._levels.weights(sigmas)

@@ -11,23 +11,25 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from flowshard.config import Config
-from flowshard.config_file import load_config
+from flowshard.config import Config, DataConfig
+from flowshard.config_file import from_cache, load_config
+from flowshard.data.cached_sets import find_set
 from flowshard.data.metadata import Metadata
 from flowshard.data.problems import DataError
 from flowshard.data.sheet import write_sheet
+from flowshard.data.sizes import check_budget, row_size, run_size, with_sizes
 from flowshard.data.sources import read_data
 from flowshard.data.survey import Surveyed, survey
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
-from flowshard.train.data_inputs import check_batches, check_row
+from flowshard.train.data_inputs import check_batches, input_shapes, only_legal
 from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
 from flowshard.weights.source import OwnFiles, find_source
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-_SHOWN, _ON_SHEET = 5, 100
+_SHOWN, _ON_SHEET = 10, 100
 """Rows of a kind of problem that the report lists, and samples on a sheet."""
 T = TypeVar("T")
 
@@ -162,7 +164,7 @@ class _Checker:
         facts, data = self.report.facts, config.data
         facts["model"] = variant.name
         before = len(self.report.problems)
-        self.attempt("config", lambda: family.check_size(data.height, data.width, data.frames, where="data."))
+        self.attempt("config", lambda: _check_size(data, family))
         self.legal_size = len(self.report.problems) == before
         layout = self.attempt("layout", lambda: resolve_layout(config, _environment(config, processes)))
         if layout is not None:
@@ -183,6 +185,7 @@ class _Checker:
                     variant,
                     option="model.path",
                     expert=config.model.expert,
+                    encoders=not from_cache(data),
                     own=OwnFiles.of(config.model),
                 ),
             )
@@ -194,34 +197,52 @@ class _Checker:
     def check_data(self, config: Config, family: Family, workers: int, previews: int) -> list[Surveyed]:
         """Every row and every medium."""
         report, data = self.report, config.data
-        metadata = self.attempt("data", lambda: read_data(data, family.inputs, note=report.problems.append))
-        if metadata is None:
+        if from_cache(data):
+            self._describe_set(config, family)
             return []
+        noted: list[DataError] = []
+        metadata = self.attempt("data", lambda: read_data(data, family.inputs, note=noted.append))
+        if metadata is None:
+            report.problems += noted
+            return []
+        if self.legal_size:
+            metadata = only_legal(config, family, metadata, noted.append)
+            metadata = with_sizes(metadata, data, family, keep_bad=True)
         report.warnings += [DataError("metadata", line) for line in metadata.notes]
-        good = []
-        for row in metadata.rows:
-            try:
-                if self.legal_size:
-                    check_row(config, family, row)
-            except UserError as error:
-                report.problems.append(DataError("row", str(error), source=row.source, row=row.number))
-            else:
-                good.append(row)
-        samples = survey(good, data, family, seed=config.seed, workers=workers, previews=previews, progress=_progress)
-        errors = [sample.error for sample in samples if sample.error is not None]
-        skipped = data.on_error == "skip" and len(errors) <= min(data.max_skipped, len(good) - 1)
+        samples = survey(
+            metadata.rows,
+            data,
+            family,
+            seed=config.seed,
+            workers=workers,
+            previews=previews,
+            progress=_progress,
+        )
+        errors = [problem for problem in noted if problem.row is not None]
+        total = len(metadata.rows) + len(errors)
+        errors += [sample.error for sample in samples if sample.error is not None]
+        report.problems += [problem for problem in noted if problem.row is None]
+        skipped = data.on_error == "skip" and len(errors) <= min(data.max_skipped, total - 1)
         (report.warnings if skipped else report.problems).extend(errors)
-        if good and not any(sample.error for sample in samples):
+        if samples and not any(sample.error for sample in samples):
             self.attempt("batch", lambda: check_batches(config, family, metadata))
         if not metadata.rows and not report.problems:
             report.problems.append(DataError("metadata", f"{metadata.label}: holds no samples"))
         decoded = [sample for sample in samples if sample.error is None]
         self._count(config, family, metadata, decoded)
-        self._warn(decoded, data.width, data.height)
+        self._warn(decoded, config, family)
         return samples
 
+    def _describe_set(self, config: Config, family: Family) -> None:
+        """What is known of samples that are in a cache."""
+        found = self.attempt("data", lambda: find_set(config, family))
+        if found is not None:
+            self.report.facts["data"] = f"{found[1].name} in {config.data.cache}, of {found[1].label}"
+            self._count_steps(config, found[1].metadata())
+            self.report.not_checked.append("media, as they are encoded already")
+
     def _count(self, config: Config, family: Family, metadata: Metadata, decoded: Sequence[Surveyed]) -> None:
-        facts, data, batch = self.report.facts, config.data, config.train.global_batch
+        facts, data = self.report.facts, config.data
         facts["data"] = metadata.label
         facts["rows"] = len(metadata.rows)
         facts["clips"] = sum(not row.is_picture for row in metadata.rows)
@@ -235,9 +256,40 @@ class _Checker:
         facts["frames_used"] = _histogram(str(sample.used) for sample in decoded)
         if self.legal_size:
             facts["tokens"] = _histogram(
-                f"{family.token_count(data.height, data.width, sample.used):,}" for sample in decoded
+                f"{family.token_count(*row_size(sample.row, data, family), sample.used):,}" for sample in decoded
             )
-        samples = len(metadata.epoch) * data.repeat
+            self._bucket(config, family, metadata, decoded)
+        self._count_steps(config, metadata)
+
+    def _bucket(self, config: Config, family: Family, metadata: Metadata, decoded: Sequence[Surveyed]) -> None:
+        """How many samples of an epoch there are of each shape."""
+        data = config.data
+        shapes: dict[int, str] = {}
+        for sample in decoded:
+            height, width = row_size(sample.row, data, family)
+            given = [one for one in family.inputs if one.column in sample.row.inputs]
+            parts = [f"{sample.used} frames"] if sample.used > 1 else []
+            parts += [f"{column} {w}x{h}" for column, h, w in input_shapes(family, sample.row)]
+            parts += [one.column for one in given if one.kind != "images"]
+            shapes[id(sample.row)] = ", ".join([f"{width}x{height}", *parts])
+        places = [shapes[id(row)] for place in metadata.epoch if id(row := metadata.rows[place]) in shapes]
+        counts = {shape: count * data.repeat for shape, count in Counter(places).most_common()}
+        if len(counts) < 2:
+            return
+        self.report.facts["shapes"] = counts
+        batch = config.train.global_batch
+        if data.buckets == "auto":
+            self.report.warnings += [
+                DataError(
+                    "thin bucket", f"{shape}: {count} samples, fewer than a step's {batch}: each step uses them again"
+                )
+                for shape, count in counts.items()
+                if count < batch
+            ]
+
+    def _count_steps(self, config: Config, metadata: Metadata) -> None:
+        facts, batch = self.report.facts, config.train.global_batch
+        samples = len(metadata.epoch) * config.data.repeat
         facts["samples"] = samples
         facts["epoch"] = f"{samples / batch:.4g} steps of {batch} samples"
         if samples:
@@ -245,9 +297,10 @@ class _Checker:
             facts["steps"] = steps
             facts["epochs"] = steps * batch / samples
 
-    def _warn(self, decoded: Sequence[Surveyed], width: int, height: int) -> None:
+    def _warn(self, decoded: Sequence[Surveyed], config: Config, family: Family) -> None:
         warn = self.report.warnings
         for sample in decoded:
+            height, width = row_size(sample.row, config.data, family)
             if sample.size[0] < width or sample.size[1] < height:
                 found = f"{sample.size[0]}x{sample.size[1]} is enlarged to {width}x{height}"
                 warn.append(_of_row("small medium", sample, found))
@@ -264,6 +317,12 @@ class _Checker:
             same = first.setdefault(part, sample)
             if same is not sample:
                 warn.append(_of_row("same medium", sample, f"as {_place(same)}, with another caption"))
+
+
+def _check_size(data: DataConfig, family: Family) -> None:
+    check_budget(data, family)
+    if data.height is not None or data.max_pixels is not None:  # else a set in a cache says it
+        family.check_size(*run_size(data, family), data.frames, where="data.")
 
 
 def _check_heads(layout: Layout, family: Family, variant: Variant, settings: Path) -> None:

@@ -23,6 +23,7 @@ from flowshard.weights.files import TensorInfo, fingerprint, read_headers, read_
 if TYPE_CHECKING:
     import torch
 
+    from flowshard.parallel.processes import Processes
     from flowshard.parallel.strategies import Strategy
 
 MASTERS, OPTIMIZER = "masters", "optimizer"
@@ -41,6 +42,9 @@ _FIXED = (
     "data.columns",
     "data.height",
     "data.width",
+    "data.max_pixels",
+    "data.bucket_step",
+    "data.buckets",
     "data.frames",
     "data.fps",
     "data.sampling",
@@ -150,6 +154,21 @@ def data_digest(metadata: Metadata) -> str:
     ]
     order = [] if isinstance(metadata.epoch, range) else list(metadata.epoch)
     return hashlib.sha256(json.dumps([*rows, *order]).encode()).hexdigest()
+
+
+def agreed_digest(metadata: Metadata, processes: "Processes") -> str:
+    """The digest of samples that all processes have found alike. Collective.
+
+    Raises:
+        UserError: this process has found others than the first one.
+    """
+    digest = data_digest(metadata)
+    if processes.share(digest) != digest:
+        raise UserError(
+            f"data: this process has found other samples in {metadata.label} ({len(metadata.rows)} rows) than the first one; "
+            "all machines must see the same files"
+        )
+    return digest
 
 
 def check_resumable(checkpoint: Checkpoint, config: Config, metadata: Metadata) -> list[str]:

@@ -1,44 +1,84 @@
 """Checks the samples of a run against its model, before torch is imported."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from flowshard.config import Config
+from flowshard.config_file import check_conflicts, from_cache
+from flowshard.data.cached_sets import find_set
 from flowshard.data.held_out import hold_out
 from flowshard.data.media import picture_size
-from flowshard.data.metadata import Metadata, Row
-from flowshard.data.sources import read_data, read_validation
+from flowshard.data.metadata import Metadata, Row, without
+from flowshard.data.problems import DataError, Note
+from flowshard.data.sizes import check_budget, run_size, with_sizes
+from flowshard.data.sources import RunData, read_data, read_validation
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 
 
-def read_samples(config: Config, family: Family) -> tuple[Metadata, Metadata | None]:
-    """The samples that are trained on and those that are held out; the model takes each at the size of the run.
+def read_samples(config: Config, family: Family) -> tuple[Config, RunData]:
+    """The samples that are trained on and those that are held out; the model takes each at its size.
+
+    Returns:
+        The samples, and the config, to which samples that were encoded before bring the options that they were encoded with.
 
     Raises:
         UserError: naming the option, or file and row.
     """
+    if from_cache(config.data):
+        config, found = find_set(config, family)
+        check_conflicts(config)  # with what the set brings
+        everything = found.metadata()
+    else:
+        check_budget(config.data, family)
+        everything = _usable(config, family, lambda note: read_data(config.data, family.inputs, note=note))
     data, validation = config.data, config.validation
-    family.check_size(data.height, data.width, data.frames, where="data.")
-    metadata = read_data(data, family.inputs)
-    held_out = None
+    family.check_size(*run_size(data, family), data.frames, where="data.")
+    training, held_out = everything, None
     if validation.fraction is not None:
-        metadata, held_out = hold_out(metadata, validation.fraction, seed=config.seed, root=data.root)
-    elif validation.metadata is not None:
-        held_out = read_validation(validation.metadata, data, family.inputs)
-    for rows in filter(None, (metadata, held_out)):
-        for row in rows.rows:
-            check_row(config, family, row)
-    return metadata, held_out
+        training, held_out = hold_out(everything, validation.fraction, seed=config.seed)
+    elif (file := validation.metadata) is not None:
+        held_out = _usable(config, family, lambda note: read_validation(file, data, family.inputs, note=note))
+    return config, RunData(everything, training, held_out)
 
 
-def check_row(config: Config, family: Family, row: Row) -> None:
-    """Refuse a sample that the model cannot take.
+def _usable(config: Config, family: Family, read: Callable[[Note], Metadata]) -> Metadata:
+    """The rows that the model can take; what is wrong with others ends the run unless they are to be skipped."""
+    data = config.data
+    left_out: list[str] = []
 
-    Raises:
-        UserError: naming file and row.
+    def note(problem: DataError) -> None:
+        if data.on_error == "stop" or problem.row is None:
+            raise problem
+        left_out.append(problem.short)
+
+    metadata = only_legal(config, family, read(note), note)
+    if not metadata.rows and left_out:
+        raise UserError(f"{metadata.label}: no row can be used; the first: {left_out[0]}")
+    metadata = with_sizes(metadata, data, family, keep_bad=data.on_error == "skip")
+    return replace(metadata, left_out=tuple(left_out))
+
+
+def only_legal(config: Config, family: Family, metadata: Metadata, note: Note) -> Metadata:
+    """The rows that the model can take by their size and inputs.
+
+    Args:
+        config: of the run.
+        family: of the model.
+        metadata: the samples.
+        note: is told of the others, which are left out if it returns.
     """
-    data, where = config.data, f"{row.source}: row {row.number}: "
-    if row.is_picture:
-        family.check_size(data.height, data.width, 1, where=f"{where}{row.media.name} is a picture: ")
-    family.check_given(row.inputs.keys(), where=where)
+    data, bad = config.data, set()
+    for place, row in enumerate(metadata.rows):
+        where = f"{row.source}: row {row.number}: "
+        try:
+            if row.is_picture and data.max_pixels is None:
+                family.check_size(*run_size(data, family), 1, where=f"{where}{row.media.name} is a picture: ")
+            family.check_given(row.inputs.keys(), where=where)
+        except UserError as error:
+            note(DataError("row", str(error), source=row.source, row=row.number))
+            bad.add(place)
+    return without(metadata, bad)
 
 
 def check_input_dropout(config: Config, family: Family, variant: Variant, metadata: Metadata) -> None:
@@ -72,36 +112,47 @@ def check_batches(config: Config, family: Family, metadata: Metadata) -> None:
     Raises:
         UserError: naming two rows that differ.
     """
-    if config.train.micro_batch == 1:
+    if config.train.micro_batch == 1 or config.data.buckets == "auto":
         return
+    needed = f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but"
+    fix = "use data.buckets=auto, with which every step has samples of one shape, or train.micro_batch=1"
     pictures = [row for row in metadata.rows if row.is_picture]
     mixed = config.data.frames > 1 and 0 < len(pictures) < len(metadata.rows)
     if mixed:
         raise UserError(
-            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but {metadata.label} mixes "
-            f"clips of {config.data.frames} frames with pictures (row {pictures[0].number}: {pictures[0].media}); use "
-            "train.micro_batch=1 or data.frames=1"
+            f"{needed} {metadata.label} mixes clips of {config.data.frames} frames with pictures (row {pictures[0].number}: "
+            f"{pictures[0].media}); {fix}, or data.frames=1"
         )
-
-    first, shapes = metadata.rows[0], _input_shapes(family, metadata.rows[0])
+    first = metadata.rows[0]
+    other = next((row for row in metadata.rows if row.size != first.size), None)
+    if other is not None:
+        sizes = [_size_shown(row) for row in (first, other)]
+        raise UserError(
+            f"{needed} with data.max_pixels row {first.number} of {metadata.label} has {sizes[0]} and row {other.number} "
+            f"{sizes[1]}; {fix}, or data.height and data.width"
+        )
+    shapes = input_shapes(family, first)
     for row in metadata.rows[1:]:
-        others = _input_shapes(family, row)
+        others = input_shapes(family, row)
         if others != shapes:
             raise UserError(
-                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.label} "
-                f"pictures differ: row {first.number} has {_shown(shapes)}, row {row.number} {_shown(others)}; use "
-                "train.micro_batch=1, or pictures alike in number and aspect ratio"
+                f"{needed} in {metadata.label} pictures differ: row {first.number} has {_shown(shapes)}, row {row.number} "
+                f"{_shown(others)}; {fix}, or pictures alike in number and aspect ratio"
             )
         given = [{one.column for one in family.inputs if one.column in each.inputs} for each in (first, row)]
         if given[0] != given[1]:
             names = [", ".join(sorted(columns)) or "none" for columns in given]
             raise UserError(
-                f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but in {metadata.label} the "
-                f"inputs differ: row {first.number} has {names[0]}, row {row.number} {names[1]}; use train.micro_batch=1"
+                f"{needed} in {metadata.label} the inputs differ: row {first.number} has {names[0]}, row {row.number} "
+                f"{names[1]}; {fix}"
             )
 
 
-def _input_shapes(family: Family, row: Row) -> list[tuple[str, int, int]]:
+def _size_shown(row: Row) -> str:
+    return "no size" if row.size is None else f"{row.size[1]}x{row.size[0]}"
+
+
+def input_shapes(family: Family, row: Row) -> list[tuple[str, int, int]]:
     """Column, height and width of the pictures of any size that a row gives the model."""
     columns = [one.column for one in family.inputs if one.kind == "images"]
     found = []

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from flowshard.config import Config
-from flowshard.data.metadata import Metadata
+from flowshard.config_file import from_cache
+from flowshard.data.sources import RunData
 from flowshard.errors import UserError
 from flowshard.families import Family
 from flowshard.parallel.layout import Layout, encoding_layout
+from flowshard.train.checkpoint import agreed_digest
 from flowshard.train.data_inputs import read_samples
 from flowshard.train.inputs import check_writable, with_variant
 from flowshard.weights.source import ModelSource, OwnFiles, find_encoders
@@ -20,8 +22,8 @@ class EncodingInputs:
     family: Family
     source: ModelSource
     """The model's encoders."""
-    metadata: Metadata
-    held_out: Metadata | None
+    data: RunData
+    """The samples."""
     layout: Layout
 
 
@@ -36,10 +38,12 @@ def check_encoding(config: Config) -> EncodingInputs:
         raise UserError("data.cache: 'off' keeps no encoded samples; set data.cache=auto, or to a folder")
     config, family, variant = with_variant(config)
     layout = encoding_layout()
-    metadata, held_out = read_samples(config, family)
+    if from_cache(config.data):
+        raise UserError("give data.metadata or data.sources: these are the samples that are encoded")
+    config, samples = read_samples(config, family)
     source = find_encoders(config.model.path, family, variant, option="model.path", own=OwnFiles.of(config.model))
     check_writable(folder, option="data.cache")
-    return EncodingInputs(config, family, source, metadata, held_out, layout)
+    return EncodingInputs(config, family, source, samples, layout)
 
 
 def encode_samples(inputs: EncodingInputs) -> None:
@@ -50,17 +54,17 @@ def encode_samples(inputs: EncodingInputs) -> None:
     """
     import torch
 
-    from flowshard.data.dataset import Encoder, open_dataset
+    from flowshard.data.dataset import Encoder, open_datasets
     from flowshard.device import check_dtype
     from flowshard.parallel.processes import Processes, run_together
 
     config = inputs.config
 
     def work(processes: Processes) -> None:
+        agreed_digest(inputs.data.all, processes)
         check_dtype(processes.device, config.model.dtype)
         dtype = getattr(torch, config.model.dtype)
-        encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, processes.device)
-        for rows in filter(None, (inputs.metadata, inputs.held_out)):
-            open_dataset(encoder.of(rows), config.cache_folder, processes=processes, apart=inputs.layout.world == 1)
+        encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, dtype, processes.device)
+        open_datasets(encoder, inputs.data, config.cache_folder, processes=processes, apart=inputs.layout.world == 1)
 
     run_together(inputs.layout, work, device_name=config.device, timeout_minutes=config.layout.timeout_minutes)

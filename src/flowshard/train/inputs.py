@@ -8,6 +8,8 @@ from pathlib import Path
 
 from flowshard.config import Config
 from flowshard.data.metadata import Metadata
+from flowshard.data.sizes import run_size, smallest
+from flowshard.data.sources import RunData
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
 from flowshard.objective.presets import DIFFSYNTH
@@ -47,9 +49,8 @@ class RunInputs:
     """Where adapters get their values."""
     presets: tuple[LoraFile, ...]
     """LoRAs that are added to the weights."""
-    metadata: Metadata
-    held_out: Metadata | None
-    """Samples that are never trained on."""
+    data: RunData
+    """The samples."""
     layout: Layout
     shift: float
     """Sigma shift, resolved."""
@@ -79,14 +80,14 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     recognised = config.model.variant is None
     config, family, variant = with_variant(config)
     config = _with_expert(config, variant)
-    data = config.data
     if config.model.extend is not None:
         check_spec(config.model.extend, option="model.extend")
     layout = resolve_layout(config, environment)
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors
-    metadata, held_out = read_samples(config, family)
+    config, samples = read_samples(config, family)
+    data, metadata = config.data, samples.training
     check_batches(config, family, metadata)
     check_input_dropout(config, family, variant, metadata)
     sampling = check_samples(config, family, variant, layout)
@@ -102,7 +103,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
-    for rows in filter(None, (metadata, held_out)):
+    for rows in filter(None, (metadata, samples.held_out)):
         _check_sequence(config, layout, family, variant, rows, source)
     layers = adapted_layers((name, info.shape) for name, info in whole.items())
     presets = tuple(
@@ -119,8 +120,8 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     check_writable(Path(config.output), option="output")
     if config.cache_folder is not None:
         check_writable(config.cache_folder, option="data.cache")
-    samples = len(metadata.epoch) * data.repeat
-    steps = count_steps(config, samples)
+    epoch = len(metadata.epoch) * data.repeat
+    steps = count_steps(config, epoch)
     if config.train.warmup_steps > steps:
         raise UserError(
             f"train.warmup_steps: {config.train.warmup_steps} exceeds the {steps} steps of the run; lower it"
@@ -134,7 +135,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
             )
         shift = grid.shift
     elif shift == "auto":
-        shift = family.shift(source.scheduler, family.token_count(data.height, data.width, data.frames))
+        shift = family.shift(source.scheduler, family.token_count(*run_size(data, family), data.frames))
     return RunInputs(
         config=config,
         family=family,
@@ -146,13 +147,12 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         trained=trained,
         init_from=init,
         presets=presets,
-        metadata=metadata,
-        held_out=held_out,
+        data=samples,
         layout=layout,
         shift=shift,
         guidance=_guidance(config, family, source),
         steps=steps,
-        samples=samples,
+        samples=epoch,
         checkpoint=checkpoint,
         changes=changes,
         sampling=sampling,
@@ -262,11 +262,13 @@ def _check_sequence(
     data = config.data
     pictures = any(row.is_picture for row in metadata.rows)
     shortest = 1 if pictures or data.short == "trim" else data.frames
-    tokens = family.token_count(data.height, data.width, shortest)
+    own = [row.size for row in metadata.rows if row.size is not None]
+    height, width = smallest(own) if own else run_size(data, family)
+    tokens = family.token_count(height, width, shortest)
     if tokens < layout.sequence:
         raise UserError(
             f"layout.sequence: {layout.sequence} processes cannot share a sample of {tokens} tokens "
-            f"({data.width}x{data.height}{f', {shortest} frame' if shortest < data.frames else ''}); use at most {tokens}"
+            f"({width}x{height}{f', {shortest} frame' if shortest < data.frames else ''}); use at most {tokens}"
         )
 
 

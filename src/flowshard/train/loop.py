@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from flowshard.config_file import dump_config
-from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
+from flowshard.data.dataset import CachedDataset, Encoder, open_datasets
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
 from flowshard.memory.estimate import estimate_memory
@@ -18,7 +18,7 @@ from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
-from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
+from flowshard.train.checkpoint import StateReader, agreed_digest, restore, write_training_state
 from flowshard.train.heldout import HeldOut
 from flowshard.train.inputs import RunInputs, is_save_due
 from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
@@ -67,20 +67,22 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
 
-    for line in inputs.metadata.notes:
+    digest = agreed_digest(inputs.data.training, processes)
+    for line in inputs.data.training.notes:
         say(line)
 
-    encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
-    dataset = open_dataset(encoder, config.cache_folder, processes=processes)
+    encoder = Encoder(config, inputs.family, inputs.source, inputs.data.training, dtype, device)
+    dataset, held_out_rows = open_datasets(encoder, inputs.data, config.cache_folder, processes=processes)
     levels = noise_levels(config.objective, inputs.shift, inputs.family.name)
     losses_of = sample_loss_function(inputs.family, dtype=dtype, device=device)
     held_out = None
-    if inputs.held_out is not None:
-        rows = open_dataset(encoder.of(inputs.held_out), config.cache_folder, processes=processes)
-        held_out = HeldOut(rows, inputs, levels, losses_of, processes)
+    if held_out_rows is not None:
+        held_out = HeldOut(held_out_rows, inputs, levels, losses_of, processes)
     if config.cache_folder is not None:
         encoder.release()
     batches = StepBatches(dataset, inputs.family, config, layout, levels, guidance=inputs.guidance)
+    for line in batches.describe_buckets(steps=inputs.steps):
+        say(line)
 
     samples = Samples(inputs, processes, dtype=dtype)
     sequence = SequenceGroup(layout, device, timed=config.log.profile) if layout.sequence > 1 else None
@@ -139,7 +141,6 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         say(f"all {inputs.steps} steps are done")
         return None if checkpoint is None else checkpoint.path
     samples.begin(begin, strategy)
-    digest = data_digest(inputs.metadata)
 
     def write(place: Path | None) -> Exception | None:
         failure = writer.write(place, strategy.parameters)
@@ -213,7 +214,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             elif not (overflowed and strategy.loss_scale.lower()) and not guard.leave_out(sums.loss, norm):
                 # These weights may be spoilt already, so no earlier checkpoint goes for them.
                 kept = save(step, config.save.keep + 1) if step > saved else last
-                places = ", ".join(inputs.metadata.describe(row) for row in batches.rows(step))
+                places = ", ".join(inputs.data.training.describe(row) for row in batches.rows(step))
                 raise RunError(
                     f"step {step + 1}: the loss is {sums.loss} and the gradient norm {norm}; the weights were not "
                     f"updated{guard.history} (last checkpoint: {kept}). Samples of the step: {places}. Lower "
@@ -258,5 +259,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 say(f"stopped by {stop.reason or 'another process'} after step {done} of {inputs.steps}")
                 break
     observer.run_done(strategy)
+    if isinstance(dataset, CachedDataset) and dataset.skipped:
+        say(f"{dataset.skipped} rows were skipped (data.on_error=skip)")
     say(f"saved {last}")
     return last

@@ -44,8 +44,8 @@ def describe_plan(
         ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),
         (
             "data",
-            f"{len(inputs.metadata.rows)} rows, {inputs.samples} samples an epoch"
-            + ("" if inputs.held_out is None else f"; {len(inputs.held_out.rows)} rows held out"),
+            f"{len(inputs.data.training.rows)} rows, {inputs.samples} samples an epoch"
+            + ("" if inputs.data.held_out is None else f"; {len(inputs.data.held_out.rows)} rows held out"),
         ),
         ("sample", f"latents {tuple(latents)}, {tokens:,} tokens"),
         (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flowshard.config import Config
 from flowshard.data.given import check_files
+from flowshard.data.sizes import run_size
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 from flowshard.families.base import Sampling
@@ -47,7 +48,12 @@ def check_samples(config: Config, family: Family, variant: Variant, layout: Layo
             f"validation.prompts: {variant.name} has two transformers, and a run has only the one that it trains; set "
             "validation.prompts=[], and make samples of checkpoints with `flowshard generate`"
         )
-    sizes = {name: getattr(asked, name) or getattr(config.data, name) for name in ("height", "width", "frames")}
+    height, width = run_size(config.data, family)
+    sizes = {
+        "height": asked.height or height,
+        "width": asked.width or width,
+        "frames": asked.frames or config.data.frames,
+    }
     family.check_size(**sizes, where="validation.")
     guidance = variant.sampling.guidance if asked.guidance is None else asked.guidance
     sampling = replace(variant.sampling, **sizes, steps=asked.steps, guidance=guidance)
