@@ -65,7 +65,7 @@ def _logged(calls: Calls, method: str) -> list[tuple[int, dict[str, float]]]:
 
 
 def test_they_get_what_the_files_get(tiny: Path, clips: Path, tmp_path: Path, calls: Calls) -> None:
-    config = _config(tiny, clips, tmp_path / "run")
+    config = _config(tiny, clips, tmp_path / "run", "log.project=mine")
     runs.run(config)
     lines = runs.metrics(config)
     held_out = [json.loads(line) for line in Path(config.output, "validation.jsonl").read_text().splitlines()]
@@ -84,7 +84,8 @@ def test_they_get_what_the_files_get(tiny: Path, clips: Path, tmp_path: Path, ca
         ("train/loss", line["loss"], line["step"]) for line in lines
     ]
     starts = {name: options for name, _, options in calls if name in ("wandb.init", "swanlab.init")}
-    assert starts["wandb.init"]["project"] == "rabbits"
+    assert starts["wandb.init"]["project"] == "rabbits"  # the environment comes first
+    assert starts["swanlab.init"]["project"] == "mine"
     assert starts["wandb.init"]["name"] == starts["swanlab.init"]["experiment_name"] == "run"
     assert starts["wandb.init"]["config"]["train"]["steps"] == 2
     assert (
@@ -122,12 +123,12 @@ def test_one_that_cannot_start_is_named_and_the_others_are_closed(
     monkeypatch.setattr(sys.modules["swanlab"], "init", fail)
     message = "log.trackers: swanlab cannot start: No API key configured; log in, set SWANLAB_MODE=offline, or leave it"
     with pytest.raises(UserError, match=message):
-        start_trackers(["wandb", "swanlab"], tmp_path, {}, begin=0)
+        start_trackers(["wandb", "swanlab"], tmp_path, {}, project="mine", begin=0)
     assert calls[-1] == ("wandb.finish", (), {"exit_code": 1})
 
 
 def test_a_run_without_trackers_imports_none(tmp_path: Path, calls: Calls) -> None:
-    trackers = start_trackers([], tmp_path, {}, begin=0)
+    trackers = start_trackers([], tmp_path, {}, project="mine", begin=0)
     trackers.log({"train/loss": 1.0}, 1)
     trackers.close(failed=False)
     assert calls == []

@@ -26,7 +26,7 @@ from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.train.data_inputs import check_batches, input_shapes, only_legal
 from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
-from flowshard.weights.source import find_source
+from flowshard.weights.source import OwnFiles, find_source
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 _SHOWN, _ON_SHEET = 10, 100
@@ -186,6 +186,7 @@ class _Checker:
                     option="model.path",
                     expert=config.model.expert,
                     encoders=not from_cache(data),
+                    own=OwnFiles.of(config.model),
                 ),
             )
 

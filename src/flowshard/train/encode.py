@@ -11,7 +11,7 @@ from flowshard.parallel.layout import Layout, encoding_layout
 from flowshard.train.checkpoint import agreed_digest
 from flowshard.train.data_inputs import read_samples
 from flowshard.train.inputs import check_writable, with_variant
-from flowshard.weights.source import ModelSource, find_encoders
+from flowshard.weights.source import ModelSource, OwnFiles, find_encoders
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def check_encoding(config: Config) -> EncodingInputs:
     if from_cache(config.data):
         raise UserError("give data.metadata or data.sources: these are the samples that are encoded")
     config, samples = read_samples(config, family)
-    source = find_encoders(config.model.path, family, variant, option="model.path")
+    source = find_encoders(config.model.path, family, variant, option="model.path", own=OwnFiles.of(config.model))
     check_writable(folder, option="data.cache")
     return EncodingInputs(config, family, source, samples, layout)
 

@@ -11,7 +11,6 @@ from flowshard.errors import UserError
 
 FOLDERS = ("tensorboard", "wandb", "swanlog")
 """What they write into a run's folder."""
-_PROJECT = "flowshard"
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -54,24 +53,27 @@ class Trackers(Tracker):
             tracker.close(failed=failed)
 
 
-def start_trackers(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, begin: int) -> Trackers:
+def start_trackers(
+    names: Sequence[str], folder: Path, config: Mapping[str, Any], *, project: str, begin: int
+) -> Trackers:
     """Start trackers.
 
     Args:
         names: `log.trackers`.
         folder: of the run; its name is the name of what is tracked.
         config: of the run.
+        project: `log.project`.
         begin: updates done before.
 
     Raises:
         UserError: a tracker cannot start, for example because nobody is logged in.
     """
-    kinds: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]]
+    kinds: dict[str, Callable[[Path, Mapping[str, Any], str, int], Tracker]]
     kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb, "swanlab": _SwanLab}
     started: list[Tracker] = []
     for name in names:
         try:
-            started.append(kinds[name](folder, config, begin))
+            started.append(kinds[name](folder, config, project, begin))
         except Exception as error:  # of types that each tracker has of its own
             Trackers(started).close(failed=True)
             raise UserError(
@@ -95,10 +97,10 @@ def flat(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
 class _TensorBoard(Tracker):
     """https://pytorch.org/docs/stable/tensorboard.html"""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], begin: int) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str, begin: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        del config
+        del config, project
         # What an earlier part of the run wrote of later steps is not shown.
         self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=begin + 1, flush_secs=10)
 
@@ -114,11 +116,11 @@ class _TensorBoard(Tracker):
 class _Wandb(Tracker):
     """https://docs.wandb.ai/ref/python/init/; `WANDB_MODE=offline` writes files only."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], begin: int) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str, begin: int) -> None:
         import wandb
 
         del begin
-        project = os.environ.get("WANDB_PROJECT", _PROJECT)
+        project = os.environ.get("WANDB_PROJECT", project)
         self._run: Any = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -131,12 +133,13 @@ class _Wandb(Tracker):
 class _SwanLab(Tracker):
     """https://docs.swanlab.cn/en/api/py-init.html; `SWANLAB_MODE=offline` writes files only."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], begin: int) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str, begin: int) -> None:
         import swanlab
 
         del begin
         self._swanlab: Any = swanlab
-        swanlab.init(project=_PROJECT, experiment_name=folder.name, logdir=str(folder / "swanlog"), config=dict(config))
+        project = os.environ.get("SWANLAB_PROJECT", project)
+        swanlab.init(project=project, experiment_name=folder.name, logdir=str(folder / "swanlog"), config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(values), step=step)

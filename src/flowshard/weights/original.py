@@ -16,7 +16,7 @@ from flowshard.weights.report import some
 
 Headers = Callable[[Path], dict[str, TensorInfo]]
 """Reads the header of a safetensors file, or remembers it."""
-_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.", "pipe.vace.")
 """Prefixes of single files that hold the transformer as a part of something."""
 _ENCODER_TENSORS = {
     "text_model.embeddings.token_embedding.weight",  # CLIP
@@ -51,9 +51,9 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
     problems: list[UserError] = []
     for family, opened in _families_of(places, headers, option).items():
-        files = [file for file in opened if _is_transformer(file)]
+        files = [file for file in opened if is_transformer_file(file)]
         first = expert_of(files[0], family)
-        tensors = _transformer_tensors(
+        tensors = transformer_tensors(
             [one for one in files if expert_of(one, family) == first], family, headers, option
         )
         for variant in family.variants.values():
@@ -87,7 +87,7 @@ def _families_of(places: list[Path], headers: Headers, option: str) -> dict[Fami
                 continue
     for family, files in known.items():
         for file in files:
-            if _is_transformer(file) and _has_landmark(headers(file), family):
+            if is_transformer_file(file) and _has_landmark(headers(file), family):
                 return _by_parts({one: own for one, own in known.items() if one.landmark == family.landmark})
     return {}
 
@@ -112,7 +112,7 @@ def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
     return {family: files for family, files in families.items() if best(family)}
 
 
-def _is_transformer(file: Path) -> bool:
+def is_transformer_file(file: Path) -> bool:
     """Whether a file may hold a transformer: it is an encoder of no family."""
     return file.suffix == ".safetensors" and all(part_of(file, family) is None for family in all_families())
 
@@ -129,6 +129,7 @@ def read_original(
     option: str,
     expert: str | None,
     encoders: bool = True,
+    own: Mapping[str, Path] | None = None,
 ) -> OriginalFiles:
     """Find and check the publisher's files of a model; no tensor is read.
 
@@ -139,13 +140,15 @@ def read_original(
         option: names the option in messages.
         expert: which transformer of a model with two; None is that for high noise.
         encoders: whether it is an error if encoders are missing.
+        own: parts that take the place of those found, by component.
 
     Raises:
         UserError: something is missing, broken or of another model; the message names it.
     """
     files, wanted = _of_expert(_places(path, family, variant, option), family, variant, expert, option)
     parts, weights = _sorted_out(files, family, option)
-    tensors = _transformer_tensors(weights, family, read_header, option)
+    parts |= own or {}
+    tensors = transformer_tensors(weights, family, read_header, option)
     if not tensors:
         raise UserError(f"{option}: {label(path)} holds no weights of the transformer ({wanted})")
     assert family.landmark is not None  # noqa: S101
@@ -159,7 +162,12 @@ def read_original(
 
 
 def find_original_encoders(
-    path: str | Sequence[str], family: Family, variant: Variant, *, option: str
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    *,
+    option: str,
+    own: Mapping[str, Path] | None = None,
 ) -> Mapping[str, Path]:
     """Encoders and tokenizer in the publisher's files by diffusers' component name; the transformer need not be there.
 
@@ -168,6 +176,7 @@ def find_original_encoders(
     """
     places = _places(path, family, variant, option)
     parts, weights = _sorted_out([place for place in places if not _is_model_folder(place, family)], family, option)
+    parts |= own or {}
     _add_beside(parts, [*(file.parent for file in weights), *filter(Path.is_dir, places)], family)
     _check_parts(parts, path, family, variant, option, complete=True)
     return parts
@@ -264,7 +273,7 @@ def _of_expert(
     return kept, f"{family.original_experts[own]}/{family.original_weights}"
 
 
-def _transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
+def transformer_tensors(files: list[Path], family: Family, headers: Headers, option: str) -> dict[str, TensorInfo]:
     """The tensors of a transformer in files, in diffusers' names.
 
     Raises:
