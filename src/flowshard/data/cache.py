@@ -25,6 +25,7 @@ from flowshard.data.metadata import Row
 from flowshard.data.problems import DataError
 from flowshard.data.samples import cut_of
 from flowshard.errors import UserError
+from flowshard.families import key_of
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.weights.files import atomic_file, fingerprint, read_json
@@ -58,10 +59,12 @@ class EncodedCache:
 
     def __init__(self, folder: Path, config: Config, family: Family, source: ModelSource, dtype: torch.dtype) -> None:
         self._folder = folder
-        common = {"variant": config.model.variant, "encoding": family.encoding_version}
+        # How a sample is encoded depends on the kind of model alone: variants that have the same encoders share entries.
+        kind = key_of(family)
+        common = {"family": kind, "encoding": family.encoding_version}
         self._config, self._family = config, family
         size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
-        self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source)
+        self._encoders = _EncoderFingerprints(folder / "encoders.json", kind, source)
         self._media_basis = {
             **common,
             **size,
@@ -267,9 +270,9 @@ def _rotated(work: Sequence[T]) -> Sequence[T]:
 class _EncoderFingerprints:
     """What identifies encoders, remembered with the entries, so that these are found when the encoders are gone."""
 
-    def __init__(self, file: Path, variant: str, source: ModelSource) -> None:
+    def __init__(self, file: Path, kind: str, source: ModelSource) -> None:
         self._file = file
-        self._variant = variant
+        self._kind = kind
         self._source = source
         self._known: dict[str, list[str]] = {}
         if file.is_file():
@@ -282,7 +285,7 @@ class _EncoderFingerprints:
         Raises:
             UserError: the model lacks it, and the entries do not say which it was.
         """
-        name = f"{self._variant}/{component}"
+        name = f"{self._kind}/{component}"
         known = self._known.get(name, [])
         place = self._source.parts.get(component)
         if place is not None and place.exists():
@@ -293,7 +296,7 @@ class _EncoderFingerprints:
             return found
         if len(known) == 1:
             return known[0]
-        why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._variant}"
+        why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._kind} models"
         raise UserError(
             f"model.path: {self._source.label} lacks {component}, and the cache {self._file.parent} {why}; add the "
             f"{component}, or set data.cache to the folder that was filled with it"
