@@ -63,7 +63,9 @@ class EncodedCache:
         kind = key_of(family)
         common = {"family": kind, "encoding": family.encoding_version}
         self._config, self._family = config, family
-        size = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
+        size: dict[str, Any] = {"height": config.data.height, "width": config.data.width, "frames": config.data.frames}
+        if config.data.tiles is not None:
+            size["tiles"] = config.data.tiles
         self._encoders = _EncoderFingerprints(folder / "encoders.json", kind, source)
         self._media_basis = {
             **common,

@@ -40,6 +40,7 @@ _FIXED = (
     "data.height",
     "data.width",
     "data.frames",
+    "data.tiles",
     "data.fps",
     "data.sampling",
     "data.short",

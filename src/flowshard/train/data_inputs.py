@@ -17,6 +17,8 @@ def read_samples(config: Config, family: Family) -> tuple[Metadata, Metadata | N
     """
     data, validation = config.data, config.validation
     family.check_size(data.height, data.width, data.frames, where="data.")
+    if data.tiles is not None:
+        family.check_tiles(data.tiles, option="data.tiles")
     metadata = read_data(data, family.inputs)
     held_out = None
     if validation.fraction is not None:
