@@ -49,6 +49,12 @@ class ModelConfig(Section):
     extend: str | None = None
     """`FILE.py:FUNCTION` or `PACKAGE.MODULE:FUNCTION`: gets the transformer before its weights load and adds, replaces or
     removes modules. What it adds is trained, saved and reported."""
+    parts: dict[str, str] = {}
+    """With the publisher's files: where components are that `path` does not have or that take the place of its own, by
+    diffusers' name of them, for example `{tokenizer: models/umt5}`."""
+    weights: str | None = None
+    """A `.safetensors` file with weights of the transformer, all or some, that take the place of those of `path`; in
+    diffusers' or the publisher's names."""
     unexpected: Literal["error", "ignore"] = "error"
     """What to do about weights in the files that the model has no place for, other than those of removed modules."""
     expert: Literal["high", "low"] | None = None
@@ -84,6 +90,9 @@ class DataConfig(Section):
     """Several sets of samples, each with `metadata` and, if wanted, `root`, `repeat` and `weight`."""
     root: str | None = None
     """The folder that the media paths start from; the metadata's own folder if null. Only paths inside are read."""
+    columns: list[str] | None = None
+    """Columns of the metadata that are read besides `prompt`; all others are left aside, as if they were not there. Null
+    reads every column that is known."""
     height: PositiveInt
     """Height in pixels. Media are resized, keeping the aspect ratio, and cropped at the centre."""
     width: PositiveInt
@@ -195,6 +204,13 @@ class LoraConfig(Section):
 class ObjectiveConfig(Section):
     """Flow matching: noisy = (1 - sigma) * clean + sigma * noise, the target is noise - clean."""
 
+    preset: Literal["diffsynth"] | None = None
+    """`diffsynth` draws and weighs sigma as DiffSynth-Studio does, so that curves of the loss can be compared: one of the
+    1000 levels of the series' shifted grid, each as likely as any other, weighed by its bell curve. It takes the place of
+    `sampling`, `shift`, `sigma_range` and `weighting`."""
+    index_range: tuple[float, float] = (0.0, 1.0)
+    """With `preset`: the part of the grid that is drawn from, as fractions of its 1000 places, the noisiest being the
+    first."""
     sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Density of sigma before the shift (https://arxiv.org/abs/2403.03206, section 3.1)."""
     logit_mean: float = 0.0
@@ -216,7 +232,7 @@ class ObjectiveConfig(Section):
     """Guidance value that guidance-distilled models (FLUX.1-dev, FLUX.2-dev) get as an input; `auto` is 1. Other models
     take none."""
 
-    @field_validator("sigma_range")
+    @field_validator("sigma_range", "index_range")
     @classmethod
     def _range_is_a_range(cls, value: tuple[float, float]) -> tuple[float, float]:
         low, high = value
@@ -268,6 +284,9 @@ class SaveConfig(Section):
 
     every: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves at the end only. The last step is always saved, once."""
+    every_epochs: NonNegativeInt = 0
+    """Passes over the data between checkpoints, which are saved at the step that completes the last of them; 0 counts no
+    passes."""
     keep: PositiveInt = 3
     """Checkpoints that are kept; older ones are deleted after a newer one is complete."""
     resumable: bool = True
@@ -339,6 +358,8 @@ class LogConfig(Section):
     """Measure the communication of sequence parallelism, at the price of waiting for the device at each operation."""
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
     """Experiment trackers that get the numbers as well, in the folder of the run and where the tracker sends them."""
+    project: str = "flowshard"
+    """Project of wandb and swanlab; the environment variables WANDB_PROJECT and SWANLAB_PROJECT come first."""
 
 
 class Config(Section):

@@ -13,8 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, PromptConfig, SourceConfig
+from flowshard.config import AVAILABLE_VALUES, Config, GroupConfig, ObjectiveConfig, PromptConfig, SourceConfig
 from flowshard.errors import UserError
+from flowshard.objective.presets import PLACES
 
 _LISTS: dict[str, type[BaseModel]] = {
     "train.groups": GroupConfig,
@@ -37,7 +38,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: the file cannot be read, an option does not exist or its value is wrong, or two options conflict.
     """
-    tree = _read_yaml(Path(path))
+    return config_of(_read_yaml(Path(path)), overrides)
+
+
+def config_of(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """As `load_config`, for options that were read already; overrides change `tree`."""
     tree.pop(RECORD_KEY, None)
     for override in overrides:
         _apply_override(tree, override)
@@ -277,6 +282,7 @@ def _check_conflicts(config: Config) -> None:
             "data.on_error: which media are skipped is known from a cache, before the first step; use another data.cache than "
             "off, or data.on_error=stop"
         )
+    _check_preset(config.objective)
     train = config.train
     if (train.steps is None) == (train.epochs is None):
         state = "neither is" if train.steps is None else f"train.steps is {train.steps} and train.epochs {train.epochs}"
@@ -298,6 +304,25 @@ def _check_conflicts(config: Config) -> None:
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:
             raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")
+
+
+def _check_preset(objective: ObjectiveConfig) -> None:
+    """Refuse options that a preset takes the place of, and those that belong to one."""
+    if objective.preset is None:
+        if objective.index_range != (0.0, 1.0):
+            raise UserError("objective.index_range: counts places of a grid; set objective.preset, or use sigma_range")
+        return
+    for name in ("sampling", "shift", "sigma_range", "weighting"):
+        if getattr(objective, name) != ObjectiveConfig.model_fields[name].default:
+            raise UserError(
+                f"objective.{name}: {getattr(objective, name)!r} has no effect with objective.preset={objective.preset}; "
+                "leave it out, or set objective.preset=null"
+            )
+    low, high = (int(bound * PLACES) for bound in objective.index_range)
+    if low == high:
+        raise UserError(
+            f"objective.index_range: {list(objective.index_range)} holds none of the {PLACES} places; widen it"
+        )
 
 
 def _divisors(number: int) -> str:

@@ -101,6 +101,7 @@ def read_metadata(
     inputs: Sequence[Input] = (),
     *,
     prefix: str = "",
+    only: Sequence[str] | None = None,
     note: Note = stop,
 ) -> Metadata:
     """Read and check a metadata file.
@@ -111,6 +112,7 @@ def read_metadata(
         root: the folder that media paths start from and must stay in; the metadata's own folder if None.
         inputs: what the model gets besides the prompt.
         prefix: text that every caption begins with.
+        only: columns that are read besides `prompt`; None is all that are known.
         note: is told of every problem; rows with one are left out if it returns.
 
     Raises:
@@ -130,6 +132,9 @@ def read_metadata(
         message = f"{path}: holds no samples; each row needs {TEXT_COLUMN!r} and {_media_columns()}"
         note(DataError("metadata", message, source=path))
         return Metadata(str(path), (), (), ())
+    left_aside: list[str] = []
+    if only is not None and not path.is_dir():
+        records, left_aside = _only_columns(path, records, only)
     records, notes = _with_our_columns(path, records, inputs)
     _check_columns(path, records.columns, inputs)
     reader = _RowReader(path, folder, inputs, prefix, records.several_captions)
@@ -141,7 +146,7 @@ def read_metadata(
             note(problem)
     rows = _with_files(path, folder, rows, note)
     known = (*MEDIA_COLUMNS, TEXT_COLUMN, *TIME_COLUMNS, *(one.column for one in inputs))
-    unused = [column for column in records.columns if column not in known]
+    unused = [column for column in records.columns if column not in known] + left_aside
     if unused:
         notes.append(f"{path}: unused columns: {', '.join(unused)}")
     if records.ignored:
@@ -151,6 +156,22 @@ def read_metadata(
 
 def _media_columns() -> str:
     return "'video' or 'image'"
+
+
+def _only_columns(path: Path, records: Records, only: Sequence[str]) -> tuple[Records, list[str]]:
+    """The records with these columns and `prompt` alone, and the names of the others."""
+    missing = [column for column in only if column not in records.columns]
+    if missing:
+        found = ", ".join(repr(column) for column in records.columns)
+        raise DataError(
+            "metadata",
+            f"data.columns: {path} has no column {missing[0]!r}; it has {found}",
+            source=path,
+        )
+    kept = [column for column in records.columns if column in (TEXT_COLUMN, *only)]
+    rows = [(number, {name: row[name] for name in kept if name in row}) for number, row in records.rows]
+    others = [column for column in records.columns if column not in kept]
+    return replace(records, columns=tuple(kept), rows=tuple(rows)), others
 
 
 def _with_our_columns(path: Path, records: Records, inputs: Sequence[Input]) -> tuple[Records, list[str]]:

@@ -24,12 +24,12 @@ def read_data(data: DataConfig, inputs: Sequence[Input] = (), *, note: Note = st
         UserError: as `read_metadata`, or the weights of the sources make no epoch.
     """
     if data.metadata is not None:
-        return _read(data.metadata, data.root, inputs, data.caption_prefix, note)
+        return _read(data.metadata, data.root, inputs, data, note)
     parts: list[Metadata] = []
     for number, source in enumerate(data.sources):
         option = f"data.sources.{number}"
         named = _naming(note, {"data.metadata": f"{option}.metadata", "data.root": f"{option}.root"})
-        parts.append(_read(source.metadata, source.root, inputs, data.caption_prefix, named))
+        parts.append(_read(source.metadata, source.root, inputs, data, named))
     first = [0]
     for part in parts:
         first.append(first[-1] + len(part.rows))
@@ -54,7 +54,7 @@ def read_validation(path: str, data: DataConfig, inputs: Sequence[Input] = ()) -
         UserError: as `read_metadata`.
     """
     note = _naming(stop, {"data.metadata": "validation.metadata"})
-    return _read(path, data.root, inputs, data.caption_prefix, note)
+    return _read(path, data.root, inputs, data, note)
 
 
 def _naming(note: Note, options: Mapping[str, str]) -> Note:
@@ -69,10 +69,10 @@ def _naming(note: Note, options: Mapping[str, str]) -> Note:
     return named
 
 
-def _read(path: str, root: str | None, inputs: Sequence[Input], prefix: str, note: Note) -> Metadata:
+def _read(path: str, root: str | None, inputs: Sequence[Input], data: DataConfig, note: Note) -> Metadata:
     """One file; without rows if nothing can be read and `note` returns."""
     try:
-        return read_metadata(path, root, inputs, prefix=prefix, note=note)
+        return read_metadata(path, root, inputs, prefix=data.caption_prefix, only=data.columns, note=note)
     except DataError as problem:
         note(problem)
         return Metadata(path, (), (), range(0))

@@ -1,4 +1,4 @@
-"""Names and sizes of the FLUX transformers in Black Forest Labs' own files, and names in DiffSynth-Studio's LoRA files.
+"""Names and sizes of the FLUX transformers in Black Forest Labs' own files, and names in DiffSynth-Studio's.
 
 https://github.com/black-forest-labs/flux, src/flux/model.py; https://github.com/black-forest-labs/flux2;
 https://github.com/modelscope/DiffSynth-Studio, diffsynth/models/flux_dit.py.
@@ -57,8 +57,31 @@ def _embedder(ours: str, theirs: str) -> list[Pair]:
     return [(f"{ours}.linear_1", f"{theirs}.in_layer"), (f"{ours}.linear_2", f"{theirs}.out_layer")]
 
 
-_DIFFSYNTH = Vocabulary(
+FLUX_DIFFSYNTH_NAMES = Vocabulary(
     [
+        ("x_embedder", "x_embedder"),
+        ("context_embedder", "context_embedder"),
+        ("proj_out", "final_proj_out"),
+        *(
+            (f"time_text_embed.{ours}.linear_{place}", f"{theirs}.{2 * (place - 1)}")
+            for ours, theirs in (
+                ("timestep_embedder", "time_embedder.timestep_embedder"),
+                ("guidance_embedder", "guidance_embedder.timestep_embedder"),
+                ("text_embedder", "pooled_text_embedder"),
+            )
+            for place in (1, 2)
+        ),
+        *(
+            (f"{_DOUBLE}.attn.{ours}", f"blocks.*.attn.{theirs}")
+            for ours, theirs in (
+                ("norm_q", "norm_q_a"),
+                ("norm_k", "norm_k_a"),
+                ("norm_added_q", "norm_q_b"),
+                ("norm_added_k", "norm_k_b"),
+            )
+        ),
+        (f"{_SINGLE}.attn.norm_q", "single_blocks.*.norm_q_a"),
+        (f"{_SINGLE}.attn.norm_k", "single_blocks.*.norm_k_a"),
         (f"{_DOUBLE}.attn.to_out.0", "blocks.*.attn.a_to_out"),
         (f"{_DOUBLE}.attn.to_add_out", "blocks.*.attn.b_to_out"),
         (f"{_DOUBLE}.ff.net.0.proj", "blocks.*.ff_a.0"),
@@ -74,8 +97,10 @@ _DIFFSYNTH = Vocabulary(
         "blocks.*.attn.a_to_qkv": _joined(_QKV),
         "blocks.*.attn.b_to_qkv": _joined(_ADDED_QKV),
         "single_blocks.*.to_qkv_mlp": _SINGLE_QKV_MLP,
+        "final_norm_out.linear": {"norm_out.linear": (1, 0)},  # shift and scale, as the publisher has them
     },
 )
+"""Of FLUX.1: diffusers' names and those of DiffSynth-Studio's model."""
 
 FLUX_NAMES = Vocabulary(
     [
@@ -93,7 +118,7 @@ FLUX_NAMES = Vocabulary(
         (f"{_SINGLE}.proj_out", "single_blocks.*.linear2"),
     ],
     fused={**_FUSED, "single_blocks.*.linear1": _SINGLE_QKV_MLP},
-    others=[_DIFFSYNTH],
+    others=[FLUX_DIFFSYNTH_NAMES],
 )
 """Of FLUX.1: diffusers' names and the publisher's; DiffSynth-Studio's are read as well."""
 

@@ -32,7 +32,7 @@ class NoiseLevels:
         object.__setattr__(self, "_range", bounds)
         if self.objective.weighting == "bell":
             points = (torch.arange(_NORMALISING_POINTS, dtype=torch.float64) + 0.5) / _NORMALISING_POINTS
-            object.__setattr__(self, "_weight_mean", float(_bell(self._sigma_of(points)).mean()))
+            object.__setattr__(self, "_weight_mean", float(bell(self._sigma_of(points)).mean()))
 
     def sigmas(self, draws: torch.Tensor) -> torch.Tensor:
         """Noise levels for uniform draws.
@@ -50,7 +50,7 @@ class NoiseLevels:
         """Loss weights, float32, of mean 1 over the distribution that is drawn from."""
         if self.objective.weighting == "none":
             return torch.ones_like(sigmas)
-        return (_bell(sigmas.double()) / self._weight_mean).float()
+        return (bell(sigmas.double()) / self._weight_mean).float()
 
     def _sigma_of(self, draws: torch.Tensor) -> torch.Tensor:
         low, high = self._range
@@ -97,6 +97,6 @@ _QUANTILES: dict[str, Callable[[torch.Tensor, ObjectiveConfig], torch.Tensor]] =
 }
 
 
-def _bell(sigma: torch.Tensor) -> torch.Tensor:
+def bell(sigma: torch.Tensor) -> torch.Tensor:
     """exp(-2 (sigma - 1/2)^2) lowered so that it is 0 at the ends, as DiffSynth-Studio weighs its 1000 timesteps."""
     return torch.exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)

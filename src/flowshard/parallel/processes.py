@@ -118,6 +118,22 @@ class Processes:
             raise failure
         return value  # type: ignore[return-value]
 
+    def on_main_for_long(self, name: str, action: Callable[[], object]) -> None:
+        """Run an action on the main process, however long it takes; its exception comes to all.
+
+        Args:
+            name: of the wait, as in `wait_for_all`.
+            action: what to do.
+        """
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                action()
+            except Exception as error:
+                failure = error
+        self.wait_for_all(name)
+        self.on_main(lambda: _raise(failure))
+
     def wait_for_all(self, name: str) -> None:
         """Return when all processes have come here, however long it takes: no collective is waiting meanwhile."""
         if self._store is None:
@@ -155,6 +171,11 @@ class Processes:
                 return
             if failed and not self._ended.is_set():
                 os._exit(1)
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def run_together(

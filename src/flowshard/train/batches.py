@@ -12,8 +12,8 @@ from flowshard.data.dataset import Dataset, Sample
 from flowshard.data.metadata import Row
 from flowshard.data.order import global_batch
 from flowshard.families.base import Family
+from flowshard.objective.grids import Levels
 from flowshard.objective.randomness import noise, quantiles
-from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.layout import Layout
 from flowshard.seeds import uniform
 
@@ -50,7 +50,7 @@ class StepBatches:
         family: Family,
         config: Config,
         layout: Layout,
-        levels: NoiseLevels,
+        levels: Levels,
         *,
         guidance: float | None,
     ) -> None:

@@ -24,7 +24,7 @@ from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.train.data_inputs import check_batches, check_row
 from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
-from flowshard.weights.source import find_source
+from flowshard.weights.source import OwnFiles, find_source
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 _SHOWN, _ON_SHEET = 5, 100
@@ -178,7 +178,12 @@ class _Checker:
             self.attempt(
                 "model",
                 lambda: find_source(
-                    config.model.path, family, variant, option="model.path", expert=config.model.expert
+                    config.model.path,
+                    family,
+                    variant,
+                    option="model.path",
+                    expert=config.model.expert,
+                    own=OwnFiles.of(config.model),
                 ),
             )
 

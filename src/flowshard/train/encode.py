@@ -9,7 +9,7 @@ from flowshard.families import Family
 from flowshard.parallel.layout import Layout, encoding_layout
 from flowshard.train.data_inputs import read_samples
 from flowshard.train.inputs import check_writable, with_variant
-from flowshard.weights.source import ModelSource, find_encoders
+from flowshard.weights.source import ModelSource, OwnFiles, find_encoders
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def check_encoding(config: Config) -> EncodingInputs:
     config, family, variant = with_variant(config)
     layout = encoding_layout()
     metadata, held_out = read_samples(config, family)
-    source = find_encoders(config.model.path, family, variant, option="model.path")
+    source = find_encoders(config.model.path, family, variant, option="model.path", own=OwnFiles.of(config.model))
     check_writable(folder, option="data.cache")
     return EncodingInputs(config, family, source, metadata, held_out, layout)
 

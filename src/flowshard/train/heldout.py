@@ -3,8 +3,8 @@
 import torch
 
 from flowshard.data.dataset import Dataset
+from flowshard.objective.grids import Levels
 from flowshard.objective.randomness import generator
-from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import Strategy
 from flowshard.train.batches import MicroBatch, assemble
@@ -21,7 +21,7 @@ class HeldOut:
     """The held-out samples of a run."""
 
     def __init__(
-        self, dataset: Dataset, inputs: RunInputs, levels: NoiseLevels, losses_of: LossFunction, processes: Processes
+        self, dataset: Dataset, inputs: RunInputs, levels: Levels, losses_of: LossFunction, processes: Processes
     ) -> None:
         """Draw the noise levels: the middles of equal parts of the distribution, as many as there are losses.
 

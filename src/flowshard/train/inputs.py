@@ -10,6 +10,7 @@ from flowshard.config import Config
 from flowshard.data.metadata import Metadata
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant, find_variant
+from flowshard.objective.presets import DIFFSYNTH
 from flowshard.parallel.deepspeed_config import check_deepspeed, deepspeed_config
 from flowshard.parallel.layout import Layout, check_heads, resolve_layout
 from flowshard.patterns import matches, select
@@ -22,7 +23,7 @@ from flowshard.weights.files import (
     check_spec,
 )
 from flowshard.weights.lora_files import LoraFile, adapted_layers, read_lora
-from flowshard.weights.source import ModelSource, find_source, recognise_variant
+from flowshard.weights.source import ModelSource, OwnFiles, find_source, recognise_variant
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         expert=config.model.expert,
         # Else it depends on whether there is something left to encode.
         encoders=config.cache_folder is None or sampling is not None,
+        own=OwnFiles.of(config.model),
     )
     whole = dict(source.tensors)
     tensors = _shortened(whole, family, source, config.model.layers)
@@ -124,7 +126,14 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
             f"train.warmup_steps: {config.train.warmup_steps} exceeds the {steps} steps of the run; lower it"
         )
     shift = config.objective.shift
-    if shift == "auto":
+    if config.objective.preset is not None:
+        grid = DIFFSYNTH.get(family.name)
+        if grid is None:
+            raise UserError(
+                f"objective.preset: there is no grid of {family.name}, only of {', '.join(DIFFSYNTH)}; set it to null"
+            )
+        shift = grid.shift
+    elif shift == "auto":
         shift = family.shift(source.scheduler, family.token_count(data.height, data.width, data.frames))
     return RunInputs(
         config=config,
@@ -175,6 +184,8 @@ def _with_expert(config: Config, variant: Variant) -> Config:
     if expert is None:
         ranges = " or ".join(f"{name} (sigma {low:g} to {high:g})" for name, (low, high) in variant.experts.items())
         raise UserError(f"model.expert: {variant.name} has two transformers; set model.expert to {ranges}")
+    if objective.preset is not None:  # which says the range by the places of its grid
+        return config
     low, high = variant.experts[expert]
     if objective.sigma_range == (0.0, 1.0):
         objective = objective.model_copy(update={"sigma_range": (low, high)})
@@ -226,6 +237,19 @@ def count_steps(config: Config, samples: int) -> int:
     steps = config.train.steps if epochs is None else -(-epochs * samples // config.train.global_batch)
     assert steps is not None  # noqa: S101 - load_config has seen to exactly one of steps and epochs
     return steps
+
+
+def is_save_due(config: Config, samples: int, step: int) -> bool:
+    """Whether a checkpoint is saved after so many updates, the last one apart; an epoch has so many samples."""
+    save = config.save
+    passes = completed_epochs(config, samples, step) if save.every_epochs else range(0)
+    return (save.every > 0 and step % save.every == 0) or any((done + 1) % save.every_epochs == 0 for done in passes)
+
+
+def completed_epochs(config: Config, samples: int, step: int) -> range:
+    """The passes over the data, from 0, whose last sample was in the last of so many updates."""
+    batch = config.train.global_batch
+    return range((step - 1) * batch // samples, step * batch // samples)
 
 
 def _check_sequence(

@@ -12,7 +12,7 @@ from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
 from flowshard.memory.estimate import estimate_memory
-from flowshard.objective.sigmas import NoiseLevels
+from flowshard.objective.grids import noise_levels
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
@@ -20,7 +20,7 @@ from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
 from flowshard.train.heldout import HeldOut
-from flowshard.train.inputs import RunInputs
+from flowshard.train.inputs import RunInputs, is_save_due
 from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, tokens_of
 from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
@@ -35,12 +35,12 @@ from flowshard.train.updates import UpdateGuard
 from flowshard.weights.export import WeightsWriter
 
 
-def run_training(inputs: RunInputs) -> Path | None:
+def run_training(inputs: RunInputs, observer: Observer | None = None) -> Path | None:
     """`train` in the processes that the launcher started."""
     config = inputs.config
     return run_together(
         inputs.layout,
-        lambda processes: train(inputs, processes),
+        lambda processes: train(inputs, processes, observer),
         device_name=config.device,
         timeout_minutes=config.layout.timeout_minutes,
     )
@@ -72,7 +72,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
 
     encoder = Encoder(config, inputs.family, inputs.source, inputs.metadata, dtype, device)
     dataset = open_dataset(encoder, config.cache_folder, processes=processes)
-    levels = NoiseLevels(config.objective, inputs.shift)
+    levels = noise_levels(config.objective, inputs.shift, inputs.family.name)
     losses_of = sample_loss_function(inputs.family, dtype=dtype, device=device)
     held_out = None
     if inputs.held_out is not None:
@@ -151,7 +151,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         return failure
 
     def save(step: int, keep: int = config.save.keep) -> Path:
-        return folder.save_checkpoint(
+        place = folder.save_checkpoint(
             step,
             write,
             state={
@@ -166,6 +166,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             keep=keep,
             processes=processes,
         )
+        processes.on_main_for_long("shown", lambda: observer.saved(step, place))
+        return place
 
     accumulation = layout.accumulation
     micro_batches = stream(batches, range(begin, inputs.steps), ahead=isinstance(dataset, CachedDataset))
@@ -247,8 +249,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 say(f"{len(unused)} trained tensors got no gradient, which counts as zero: {', '.join(unused[:8])}")
             if held_out is not None and held_out.due(done) and not sums.stopping:
                 log.write_held_out(held_out.evaluate(done, strategy))
-            every = config.save.every
-            if done == inputs.steps or sums.stopping or (every and done % every == 0):
+            if done == inputs.steps or sums.stopping or is_save_due(config, inputs.samples, done):
                 last, saved = save(done), done
             if samples.due(done) and not sums.stopping:
                 samples.make(done, strategy)

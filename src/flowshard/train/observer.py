@@ -1,5 +1,7 @@
 """What a run shows to whoever watches it; `flowshard parity` does."""
 
+from pathlib import Path
+
 import torch
 
 from flowshard.parallel.strategies import Strategy
@@ -29,6 +31,13 @@ class Observer:
 
     def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
         """An update has been made."""
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """A checkpoint was written after so many updates. On the main process alone; the others wait, however long.
+
+        Raises:
+            RunError: something cannot be written; the run ends.
+        """
 
     def run_done(self, strategy: Strategy) -> None:
         """The last update has been made and saved."""

@@ -54,7 +54,7 @@ def describe_plan(
             f"{train.global_batch * tokens:,} tokens",
         ),
         ("steps", f"{inputs.steps} ({passes:.2f} epochs)"),
-        ("sigma", f"{config.objective.sampling}, shift {inputs.shift:g}, weighting {config.objective.weighting}"),
+        ("sigma", _noise_levels(inputs)),
         (
             "activations",
             ", ".join(f"{build.policies.count(policy)} x {policy}" for policy in dict.fromkeys(build.policies)),
@@ -68,6 +68,14 @@ def describe_plan(
     if inputs.guidance is not None:
         rows.insert(-2, ("guidance", f"{inputs.guidance:g}"))
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def _noise_levels(inputs: RunInputs) -> str:
+    objective = inputs.config.objective
+    if objective.preset is None:
+        return f"{objective.sampling}, shift {inputs.shift:g}, weighting {objective.weighting}"
+    low, high = objective.index_range
+    return f"preset {objective.preset}, shift {inputs.shift:g}, places {low:g} to {high:g} of the grid, weighting bell"
 
 
 def _count(number: int) -> str:

@@ -11,7 +11,6 @@ from flowshard.errors import UserError
 
 FOLDERS = ("tensorboard", "wandb", "swanlog")
 """What they write into a run's folder."""
-_PROJECT = "flowshard"
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -118,7 +117,7 @@ class _Wandb(Tracker):
         import wandb
 
         del begin
-        project = os.environ.get("WANDB_PROJECT", _PROJECT)
+        project = os.environ.get("WANDB_PROJECT", config["log"]["project"])
         self._run: Any = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -136,7 +135,8 @@ class _SwanLab(Tracker):
 
         del begin
         self._swanlab: Any = swanlab
-        swanlab.init(project=_PROJECT, experiment_name=folder.name, logdir=str(folder / "swanlog"), config=dict(config))
+        project = os.environ.get("SWANLAB_PROJECT", config["log"]["project"])
+        swanlab.init(project=project, experiment_name=folder.name, logdir=str(folder / "swanlog"), config=dict(config))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(values), step=step)

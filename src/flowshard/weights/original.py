@@ -129,6 +129,7 @@ def read_original(
     option: str,
     expert: str | None,
     encoders: bool = True,
+    own: Mapping[str, Path] | None = None,
 ) -> OriginalFiles:
     """Find and check the publisher's files of a model; no tensor is read.
 
@@ -139,12 +140,14 @@ def read_original(
         option: names the option in messages.
         expert: which transformer of a model with two; None is that for high noise.
         encoders: whether it is an error if encoders are missing.
+        own: parts that take the place of those found, by component.
 
     Raises:
         UserError: something is missing, broken or of another model; the message names it.
     """
     files, wanted = _of_expert(_places(path, family, variant, option), family, variant, expert, option)
     parts, weights = _sorted_out(files, family, option)
+    parts |= own or {}
     tensors = _transformer_tensors(weights, family, read_header, option)
     if not tensors:
         raise UserError(f"{option}: {label(path)} holds no weights of the transformer ({wanted})")
@@ -159,7 +162,12 @@ def read_original(
 
 
 def find_original_encoders(
-    path: str | Sequence[str], family: Family, variant: Variant, *, option: str
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    *,
+    option: str,
+    own: Mapping[str, Path] | None = None,
 ) -> Mapping[str, Path]:
     """Encoders and tokenizer in the publisher's files by diffusers' component name; the transformer need not be there.
 
@@ -168,9 +176,38 @@ def find_original_encoders(
     """
     places = _places(path, family, variant, option)
     parts, weights = _sorted_out([place for place in places if not _is_model_folder(place, family)], family, option)
+    parts |= own or {}
     _add_beside(parts, [*(file.parent for file in weights), *filter(Path.is_dir, places)], family)
     _check_parts(parts, path, family, variant, option, complete=True)
     return parts
+
+
+def with_weights(
+    tensors: Mapping[str, TensorInfo], file: Path, family: Family, *, option: str
+) -> Mapping[str, TensorInfo]:
+    """The tensors of a transformer with those of a file in their place.
+
+    Args:
+        tensors: in diffusers' names.
+        file: some of them or all, in diffusers' or the publisher's names.
+        family: of the model.
+        option: names the option in messages.
+
+    Raises:
+        UserError: it is a LoRA, or has a tensor that the model does not have or has in another shape.
+    """
+    header = read_header(file)
+    if any(".lora_" in name for name in header):
+        raise UserError(f"{option}: {file} is a LoRA, not weights; give it as lora.init_from or lora.preset")
+    own = _transformer_tensors([file], family, lambda _: header, option)
+    for name, info in own.items():
+        if name not in tensors:
+            raise UserError(f"{option}: {file} has {info.stored or name}, which the model does not have")
+        if info.shape != tensors[name].shape:
+            raise UserError(
+                f"{option}: {file} has {info.stored or name} of shape {info.shape}, and the model {tensors[name].shape}"
+            )
+    return {**tensors, **own}
 
 
 def _is_model_folder(place: Path, family: Family) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flowshard.config import ModelConfig
 from flowshard.errors import UserError
 from flowshard.families import all_families, families_of_pipeline, find_variant
 from flowshard.families.base import Family, Variant
@@ -24,6 +25,7 @@ from flowshard.weights.original import (
     other_kind_message,
     read_original,
     recognise_files,
+    with_weights,
 )
 from flowshard.weights.places import is_original, label
 
@@ -68,6 +70,39 @@ class ModelSource:
     def transformer(self) -> Path:
         """Where the transformer's weights are, for messages."""
         return Path(self.label) if self.folder is None else self.folder / self.transformer_folder
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """Files besides those of a model's path."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """`model.parts`."""
+    weights: str | None = None
+    """`model.weights`."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "OwnFiles":
+        """Those of a config."""
+        return cls(model.parts, model.weights)
+
+    def places(self, family: Family) -> dict[str, Path]:
+        """Where the parts are.
+
+        Raises:
+            UserError: the family has no such part, or it is not there.
+        """
+        for part, place in self.parts.items():
+            if part not in family.original_parts:
+                raise UserError(
+                    f"model.parts: {family.name} has no part {part!r}; it has {', '.join(family.original_parts)}"
+                )
+            if not Path(place).exists():
+                raise UserError(f"model.parts.{part}: {place} does not exist")
+        return {part: Path(place) for part, place in self.parts.items()}
+
+
+_NONE = OwnFiles()
 
 
 def find_any_source(
@@ -167,6 +202,7 @@ def find_source(
     option: str,
     expert: str | None = None,
     encoders: bool = True,
+    own: OwnFiles = _NONE,
 ) -> ModelSource:
     """Find and check a model's files; no tensor is read.
 
@@ -179,12 +215,31 @@ def find_source(
         expert: which transformer of a model with two, `high` or `low`.
         encoders: whether it is an error if encoders are missing; else `parts` may be without them, or name what is not
             there.
+        own: files besides those of `path`.
 
     Raises:
         UserError: something is missing or broken; the message names it.
     """
+    source = _find_source(path, family, variant, option=option, expert=expert, encoders=encoders, own=own)
+    if own.weights is None:
+        return source
+    return replace(source, tensors=with_weights(source.tensors, Path(own.weights), family, option="model.weights"))
+
+
+def _find_source(
+    path: str | Sequence[str],
+    family: Family,
+    variant: Variant,
+    *,
+    option: str,
+    expert: str | None,
+    encoders: bool,
+    own: OwnFiles,
+) -> ModelSource:
+    """`find_source` without the weights of `own`."""
     if isinstance(path, str) and not is_original(path):
         folder = find_pipeline(path, option=option)
+        _refuse_parts(own, folder)
         transformer = LOW_EXPERT_FOLDER if expert == "low" else TRANSFORMER_FOLDER
         check_pipeline(folder, family, option=option, transformer=transformer)
         config = read_json(folder / transformer / "config.json")
@@ -208,7 +263,9 @@ def find_source(
             config=config,
             transformer_folder=transformer,
         )
-    files = read_original(path, family, variant, option=option, expert=expert, encoders=encoders)
+    files = read_original(
+        path, family, variant, option=option, expert=expert, encoders=encoders, own=own.places(family)
+    )
     return ModelSource(
         label=label(path),
         folder=None,
@@ -220,7 +277,16 @@ def find_source(
     )
 
 
-def find_encoders(path: str | Sequence[str], family: Family, variant: Variant, *, option: str) -> ModelSource:
+def _refuse_parts(own: OwnFiles, folder: Path) -> None:
+    if own.parts:
+        raise UserError(
+            f"model.parts: {folder} is a pipeline in the diffusers layout, which has its parts; set model.parts={{}}"
+        )
+
+
+def find_encoders(
+    path: str | Sequence[str], family: Family, variant: Variant, *, option: str, own: OwnFiles = _NONE
+) -> ModelSource:
     """Find and check what a model encodes samples with; the transformer need not be there.
 
     Args:
@@ -228,12 +294,14 @@ def find_encoders(path: str | Sequence[str], family: Family, variant: Variant, *
         family: of the model.
         variant: of the family.
         option: names the option in messages.
+        own: files besides those of `path`.
 
     Raises:
         UserError: something is missing; the message names it.
     """
     if isinstance(path, str) and not is_original(path):
         folder = find_pipeline(path, option=option)
+        _refuse_parts(own, folder)
         check_pipeline_class(folder, family, option=option)
         source = _without_transformer(folder, family, variant)
         source.check_parts([*source.parts], option=option)
@@ -241,7 +309,7 @@ def find_encoders(path: str | Sequence[str], family: Family, variant: Variant, *
     return ModelSource(
         label=label(path),
         folder=None,
-        parts=find_original_encoders(path, family, variant, option=option),
+        parts=find_original_encoders(path, family, variant, option=option, own=own.places(family)),
         tensors={},
         config={},
         scheduler=variant.scheduler,
