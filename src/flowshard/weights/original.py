@@ -51,7 +51,7 @@ def recognise_files(path: str | Sequence[str], option: str) -> list[tuple[Family
     candidates: list[tuple[Family, Variant, Mapping[str, Any]]] = []
     problems: list[UserError] = []
     for family, opened in _families_of(places, headers, option).items():
-        files = [file for file in opened if _is_transformer(file)]
+        files = [file for file in opened if is_transformer_file(file)]
         first = expert_of(files[0], family)
         tensors = _transformer_tensors(
             [one for one in files if expert_of(one, family) == first], family, headers, option
@@ -87,7 +87,7 @@ def _families_of(places: list[Path], headers: Headers, option: str) -> dict[Fami
                 continue
     for family, files in known.items():
         for file in files:
-            if _is_transformer(file) and _has_landmark(headers(file), family):
+            if is_transformer_file(file) and _has_landmark(headers(file), family):
                 return _by_parts({one: own for one, own in known.items() if one.landmark == family.landmark})
     return {}
 
@@ -112,7 +112,7 @@ def _by_parts(families: dict[Family, list[Path]]) -> dict[Family, list[Path]]:
     return {family: files for family, files in families.items() if best(family)}
 
 
-def _is_transformer(file: Path) -> bool:
+def is_transformer_file(file: Path) -> bool:
     """Whether a file may hold a transformer: it is an encoder of no family."""
     return file.suffix == ".safetensors" and all(part_of(file, family) is None for family in all_families())
 

@@ -157,7 +157,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     if others and not found:
         raise UserError(f"{option}: {path}: {others[0]}")
     names = _names_in([path] if isinstance(path, str) else path)
-    named = [one for one in found if _short_name(Path(one.hub_id).name) in names]
+    named = [one for one in found if short_name(Path(one.hub_id).name) in names]
     alike = len({family for family, _ in fitting}) == 1 and all(_is_alike(one, found[0]) for one in found)
     if named or alike:
         return (named or found)[0].name
@@ -170,10 +170,10 @@ def _names_in(paths: Sequence[str]) -> set[str]:
     """The names of folders, repositories and files in paths, and of the weights in a folder."""
     parts = [part for path in paths for part in Path(path.replace(":", "/")).parts]
     parts += [file.name for path in paths if Path(path).is_dir() for file in Path(path).glob("*.safetensors")]
-    return {_short_name(part.removesuffix(".safetensors")) for part in parts}
+    return {short_name(part.removesuffix(".safetensors")) for part in parts}
 
 
-def _short_name(name: str) -> str:
+def short_name(name: str) -> str:
     """A model's name in letters and digits: its repository has one more in diffusers' layout, its file no dot."""
     return "".join(filter(str.isalnum, name.lower().removesuffix("-diffusers")))
 

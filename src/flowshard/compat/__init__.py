@@ -1,0 +1,1 @@
+"""The command lines of other trainers, read as configs of ours."""
