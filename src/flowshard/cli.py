@@ -155,6 +155,12 @@ def _tiny(parsed: argparse.Namespace) -> None:
     sys.stdout.write(f"wrote {parsed.directory}\n")
 
 
+def _migrate(parsed: argparse.Namespace) -> None:
+    from flowshard.compat.migrate import migrate
+
+    sys.stdout.write(migrate(parsed.command_line))
+
+
 class _TrainHelp(argparse.Action):
     """Prints the command's help followed by every option of the config, taken from the schema."""
 
@@ -334,6 +340,16 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="FILE", help="the page (default: report.html in the first folder)"
     )
     report.set_defaults(run=_report)
+
+    migrate = commands.add_parser(
+        "migrate",
+        help="print the config of a command line of DiffSynth-Studio's training scripts",
+        description="Print a YAML config that trains as a command line of DiffSynth-Studio's scripts does, with the same "
+        "losses. The command line may begin with its launcher.",
+        usage="flowshard migrate -- COMMAND LINE ...",
+    )
+    migrate.add_argument("command_line", metavar="COMMAND LINE", nargs="+", help="the whole command, after --")
+    migrate.set_defaults(run=_migrate)
 
     tiny = commands.add_parser(
         "tiny",

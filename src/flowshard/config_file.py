@@ -45,7 +45,7 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """As `load_config`, for options that were read already; overrides change `tree`."""
     tree.pop(RECORD_KEY, None)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -153,7 +153,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Put the value of an `a.b=value` into a tree of options.
+
+    Raises:
+        UserError: it is not of that form, or there is no such option.
+    """
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise UserError(f"{override!r}: an override is written option=value, for example train.steps=10")

@@ -32,9 +32,8 @@ def main(series: str, arguments: Sequence[str] | None = None) -> int:
 def _run(series: str, arguments: Sequence[str]) -> None:
     script = SCRIPTS[series]
     options = parse(script, arguments)
-    translation = translate(script, options)
     try:
-        run(translation, options)
+        run(translate(script, options), options)
     except UserError as error:
         raise UserError(in_their_words(str(error), options)) from None
 

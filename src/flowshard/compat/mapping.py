@@ -1,5 +1,6 @@
 """From the options of a command line to a config of ours. Needs no torch."""
 
+import copy
 import math
 import os
 from collections.abc import Mapping
@@ -50,9 +51,7 @@ class Translation:
         Raises:
             UserError: it is wrong, or contradicts itself.
         """
-        return config_of(
-            {name: dict(one) if isinstance(one, dict) else one for name, one in self.tree.items()}, self.overrides
-        )
+        return config_of(copy.deepcopy(self.tree), self.overrides)
 
 
 def translate(script: Script, arguments: Arguments, environment: Mapping[str, str] | None = None) -> Translation:
