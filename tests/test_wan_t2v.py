@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import yaml
 from safetensors import safe_open
 
 from flowshard.compat.arguments import parse
+from flowshard.compat.migrate import migrate
 from flowshard.compat.wan_t2v import CACHE, main, translate
 from flowshard.compat.wan_t2v_options import EARLIER, EARLIER_OPTIONS
 from flowshard.config_file import load_config
@@ -87,6 +88,12 @@ def test_samples_are_encoded_and_then_trained_from_with_the_transformer_alone(
     assert main([*train, *lora, *steps, *ALONE]) == 0
 
     losses = _losses(output)
+    migrated = tmp_path / "migrated.yaml"
+    words = ["python", "examples/wanvideo/train_wan_t2v.py", *train, *lora, *steps, *ALONE]
+    migrated.write_text(migrate(words), encoding="utf-8")
+    again = load_config(migrated, [f"output={tmp_path / 'again'}"])
+    runs.run(again)
+    assert [line["loss"] for line in runs.metrics(again)] == losses
     assert len(losses) == 6
     assert sorted(file.name for file in output.iterdir()) == [
         "epoch-0.safetensors",
@@ -227,7 +234,7 @@ def test_every_option_decides_what_it_says(originals: Originals, data: Path, tmp
         "output_path": str(tmp_path),
     }
 
-    def config(given: dict[str, str | None]) -> dict[str, object]:
+    def config(given: Mapping[str, str | None]) -> dict[str, object]:
         words = [word for name, value in given.items() for word in (f"--{name}", *([] if value is None else [value]))]
         tree = translate(parse(EARLIER, words), {"WORLD_SIZE": "2"}).tree
         return {
@@ -244,13 +251,34 @@ def test_every_option_decides_what_it_says(originals: Originals, data: Path, tmp
         value = None if option.kind is bool else others.get(option.name, "9")
         before, after = config(base), config({**base, option.name: value})
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        if option.name == "accumulate_grad_batches":  # samples of an epoch stay as many
+            changed -= {"train.steps"}
         if option.name == "train_architecture":
             changed = {name for name in changed if not name.startswith("lora.")} - {"train.groups"}
         assert changed, option.name
         assert changed <= {*option.fields, "save.every"}, option.name
 
 
-@pytest.mark.parametrize("variant", [IMAGE, pytest.param(TEXT, marks=pytest.mark.slow)])
+def test_migrate_knows_how_many_processes_the_script_starts(originals: Originals, data: Path) -> None:
+    files = ["--dit_path", str(originals(TEXT) / FILE), *_encoders(originals(TEXT))]
+    line = ["python", "examples/wanvideo/train_wan_t2v.py", "--task", "train", "--dataset_path", str(data), *files]
+    line += ["--steps_per_epoch", "10", "--training_strategy", "deepspeed_stage_3"]
+    for words, count, steps in (
+        (["CUDA_VISIBLE_DEVICES=0,1,2", *line], 3, 4),
+        ([*line, "--processes", "2"], 2, 5),
+        (["torchrun", "--nproc-per-node", "4", *line[1:]], 4, 3),
+        (line, 1, 10),
+    ):
+        text = migrate(words)
+        tree = yaml.safe_load(text)
+        assert (tree["train"]["global_batch"], tree["train"]["steps"], tree["save"]["every"]) == (count, steps, steps)
+        assert tree["layout"]["strategy"] == "zero3"
+        started = "flowshard" if count == 1 else f"torchrun --nproc-per-node {count} -m flowshard"
+        assert f"# {started} train THIS_FILE" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [IMAGE, TEXT])
 def test_two_processes_of_deepspeed_log_what_one_process_logs(
     originals: Originals, data: Path, tmp_path: Path, variant: str
 ) -> None:

@@ -136,7 +136,7 @@ def _variant(options: Arguments, files: Sequence[str]) -> str:
     """The model, by its files; without any of the transformer one that is encoded alike."""
     if options["dit_path"] is None:
         return _TEXT_TO_VIDEO if options["image_encoder_path"] is None else _IMAGE_TO_VIDEO
-    return recognise_variant(files, option="--dit_path", variant_option="--set model.variant")
+    return recognise_variant(files, option="--dit_path", variant_option="--set model.variant", own_schedule=True)
 
 
 def _own_size(options: Arguments) -> dict[str, Any]:
