@@ -221,6 +221,7 @@ class _Translator:
         for name, one in known.items():
             if one.required and name not in asked:
                 self._not_asked(name, one)
+        family.check_given({*asked}, where="--extra_inputs: ")
         return [self.script.media, *(name for name in asked if name not in _FROM_CLIP)]
 
     def _not_asked(self, name: str, one: Input) -> None:

@@ -31,6 +31,7 @@ _PREFIXES = (
     "model.diffusion_model.",
     "diffusion_model.",
     "pipe.dit.",
+    "pipe.vace.",
     "dit.",
     "model.",
 )

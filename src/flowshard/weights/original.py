@@ -16,7 +16,7 @@ from flowshard.weights.report import some
 
 Headers = Callable[[Path], dict[str, TensorInfo]]
 """Reads the header of a safetensors file, or remembers it."""
-_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.")
+_WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "pipe.dit.", "pipe.vace.")
 """Prefixes of single files that hold the transformer as a part of something."""
 _ENCODER_TENSORS = {
     "text_model.embeddings.token_embedding.weight",  # CLIP
