@@ -22,12 +22,13 @@ from flowshard.weights.files import (
 )
 from flowshard.weights.original import (
     find_original_encoders,
+    is_transformer_file,
     other_kind_message,
     read_original,
     recognise_files,
     with_weights,
 )
-from flowshard.weights.places import is_original, label
+from flowshard.weights.places import all_of, is_original, label
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def recognise_variant(
     others = [message for family, _, config in candidates if (message := other_kind_message(family, config))]
     if others and not found:
         raise UserError(f"{option}: {path}: {others[0]}")
-    names = _names_in([path] if isinstance(path, str) else path)
+    names = _names_in([path] if isinstance(path, str) else _of_transformer(path, option))
     named = [one for one in found if short_name(Path(one.hub_id).name) in names]
     alike = len({family for family, _ in fitting}) == 1 and all(
         _is_alike(one, found[0], own_schedule=own_schedule) for one in found
@@ -169,6 +170,12 @@ def recognise_variant(
     possible = [one.name for one in found or [one for _, one, _ in candidates]]
     possible = possible or [name for family in all_families() for name in family.variants]
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
+
+
+def _of_transformer(paths: Sequence[str], option: str) -> Sequence[str]:
+    """The entries of a list that hold the transformer: encoders may come from the repository of another model."""
+    own = [path for path in paths if any(one.is_dir() or is_transformer_file(one) for one in all_of(path, option))]
+    return own or paths
 
 
 def _names_in(paths: Sequence[str]) -> set[str]:
