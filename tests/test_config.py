@@ -293,6 +293,18 @@ def test_folder_and_other_encodings_are_no_config_file(tmp_path: Path) -> None:
             {"train.method": "full", "lora.targets": ["q"]},
             "lora.targets has no effect with train.method=full; use train.modules or train.method=lora",
         ),
+        (
+            {"objective.preset": "diffsynth", "objective.shift": 3.0},
+            "objective.shift: 3.0 has no effect with objective.preset=diffsynth; leave it out, or set objective.preset=null",
+        ),
+        (
+            {"objective.index_range": [0.0, 0.4]},
+            "objective.index_range: counts places of a grid; set objective.preset, or use sigma_range",
+        ),
+        (
+            {"objective.preset": "diffsynth", "objective.index_range": [0.1, 0.1005]},
+            "objective.index_range: [0.1, 0.1005] holds none of the 1000 places; widen it",
+        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused_with_the_fix(
@@ -312,6 +324,7 @@ def test_options_that_contradict_one_another_are_refused_with_the_fix(
         {"model.dtype": "float32"},
         {"objective.sigma_range": [0, 1]},
         {"objective.sigma_range": [0.25, 0.5]},
+        {"objective.preset": "diffsynth", "objective.index_range": [0.0, 0.358]},
     ],
 )
 def test_neighbours_of_refused_combinations_are_accepted(load: Loader, changes: dict[str, Any]) -> None:

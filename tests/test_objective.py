@@ -9,6 +9,8 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from flowshard.config import ObjectiveConfig
 from flowshard.objective.flow import add_noise, sample_losses
+from flowshard.objective.grids import noise_levels
+from flowshard.objective.presets import DIFFSYNTH
 from flowshard.objective.randomness import noise, quantiles
 from flowshard.objective.sigmas import NoiseLevels
 
@@ -102,3 +104,53 @@ def test_noisy_input_and_loss_equal_the_formulas() -> None:
     losses = sample_losses(torch.tensor([[0.0, 0.0], [2.0, 3.0]]), clean, drawn)
     assert torch.equal(losses, torch.tensor([2.5, 0.5]))  # targets [-1, 2] and [2, 2]
     assert sample_losses(torch.zeros(1, 2, dtype=torch.bfloat16), clean[:1], drawn[:1]).dtype == torch.float32
+
+
+def _diffsynth(series: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels and weights as `FlowMatchScheduler` of DiffSynth-Studio documents them, `set_timesteps(1000, training=True)`."""
+    if series == "flux":
+        even = torch.linspace(1.0, 0.003 / 1.002, 1000)
+    elif series == "flux2":
+        even = torch.linspace(1.0, 1 / 1000, 1000)
+    else:
+        even = torch.linspace(1.0, 0.0, 1001)[:-1]
+    if series in ("qwen-image", "flux2"):
+        sigmas = math.exp(0.8) / (math.exp(0.8) + (1 / even - 1))
+    else:
+        shift = {"wan": 5, "flux": 3, "z-image": 3}[series]
+        sigmas = shift * even / (1 + (shift - 1) * even)
+    if series == "qwen-image":
+        sigmas = 1 - (1 - sigmas) / ((1 - sigmas[-1]) / (1 - 0.02))
+    bell = torch.exp(-2 * ((sigmas * 1000 - 500) / 1000) ** 2)
+    bell = bell - bell.min()
+    return sigmas, bell * (1000 / bell.sum())
+
+
+@pytest.mark.parametrize("series", ["wan", "qwen-image", "flux", "flux2", "z-image"])
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (0.0, 0.358), (0.417, 1.0)])
+def test_preset_diffsynth_draws_from_its_grid(series: str, bounds: tuple[float, float]) -> None:
+    levels, weights = _diffsynth(series)
+    first, end = (int(bound * 1000) for bound in bounds)
+    objective = ObjectiveConfig(preset="diffsynth", index_range=bounds)
+    ours = noise_levels(objective, 1.0, series)
+    count = end - first
+    drawn = ours.sigmas((torch.arange(count, dtype=torch.float64) + 0.5) / count)  # each place once
+    torch.testing.assert_close(drawn.flip(0), levels[first:end], rtol=0, atol=5e-7)
+    torch.testing.assert_close(ours.weights(drawn).flip(0), weights[first:end], rtol=1e-5, atol=1e-5)
+    often = ours.sigmas(EVEN)
+    assert len(often.unique()) == count
+    assert set(often.tolist()) == set(drawn.tolist())
+
+
+def test_preset_diffsynth_has_these_levels() -> None:
+    """A few of them by hand."""
+    grids = {name: grid.levels() for name, grid in DIFFSYNTH.items()}
+    assert all(levels[0] == 1.0 and len(levels) == 1000 for levels in grids.values())
+    assert grids["wan"][500] == pytest.approx(5 * 0.5 / 3)
+    assert grids["wan"][358] == pytest.approx(0.9, abs=1e-3)  # the boundary of Wan 2.2 image to video
+    assert grids["wan"][417] == pytest.approx(0.875, abs=1e-3)  # and of text to video
+    assert grids["z-image"][750] == pytest.approx(3 * 0.25 / 1.5)
+    assert grids["qwen-image"][-1] == pytest.approx(0.02)
+    assert grids["flux2"][500] == pytest.approx(math.exp(0.8) / (math.exp(0.8) + 1))
+    last = 0.003 / 1.002
+    assert grids["flux"][-1] == pytest.approx(3 * last / (1 + 2 * last))
