@@ -73,6 +73,17 @@ def test_publishers_files_without_encoders_train_from_the_cache(
     assert [line["loss"] for line in runs.metrics(alone)] == [line["loss"] for line in runs.metrics(whole)]
 
 
+def test_variants_of_a_kind_share_entries(originals: Callable[[str], Path], clips: Path, tmp_path: Path) -> None:
+    """Text to video of 1.3B and 14B: another transformer, the same encoders. Image to video is another kind."""
+    one, other = "wan2.1-t2v-1.3b", "wan2.1-i2v-14b-480p"
+    filled = [
+        _fill(runs.config(originals(model), clips, tmp_path / "run", f"model.variant={variant}")).keys()
+        for model, variant in ((one, one), (one, "wan2.1-t2v-14b"), (other, other))
+    ]
+    assert filled[0] == filled[1]
+    assert len(filled[2] - filled[0]) == 10
+
+
 def test_what_is_missing_is_said_before_weights_load(tiny: Path, clips: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
@@ -80,7 +91,7 @@ def test_what_is_missing_is_said_before_weights_load(tiny: Path, clips: Path, tm
     config = runs.config(model, clips, tmp_path / "run")
     with pytest.raises(UserError, match=r"model lacks vae; add what is missing"):
         check_encoding(config)
-    with pytest.raises(UserError, match=r"lacks vae, and the cache .* has no entries of wan2.1-t2v-1.3b; add the vae"):
+    with pytest.raises(UserError, match=r"lacks vae, and the cache .* has no entries of wan models; add the vae"):
         runs.run(config)
     _fill(runs.config(tiny, clips, tmp_path / "run"))
     with pytest.raises(UserError, match=r"model lacks vae, and 5 entries are not in .*cache yet"):

@@ -88,6 +88,10 @@ def test_initial_adapters_follow_peft_and_do_not_depend_on_other_targets(
     assert states[0][key].dtype == torch.float32
     assert not torch.equal(states[0][key], states[0][key.replace("blocks.1", "blocks.0")])
     assert all(not value.any() for name, value in states[1].items() if "lora_B" in name)
+    normal = runs.config(tiny, clips, tmp_path / "c", "lora.targets=[q]", "lora.init=gaussian", "lora.rank=8")
+    value = dict(runs.fill_model(check_inputs(normal)).model.named_parameters())[key]
+    assert value.std().item() == pytest.approx(1 / 8, rel=0.05)
+    assert value.abs().max() > 0.3  # uniform values of that deviation end at 0.22
 
 
 def test_lora_file_loads_with_peft_alone(tiny: Path, clips: Path, tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_what_cannot_be_is_refused_with_the_fix(
         resolve_layout(_config(tmp_path, *overrides), environment)
 
 
+def test_parameters_in_host_memory_mean_nothing_under_zero2(tmp_path: Path) -> None:
+    """DeepSpeed divides them under stage 3 alone; launcher files of others ask for it under stage 2."""
+    asked = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    environment = _ranks(2, **asked, ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")
+    assert resolve_layout(_config(tmp_path), environment).strategy == "zero2"
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_processes_take_slices_that_make_up_the_global_batch(tmp_path: Path, world: int) -> None:
     config = _config(tmp_path, "train.global_batch=6")

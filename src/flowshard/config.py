@@ -132,6 +132,9 @@ class DataConfig(Section):
     input_dropout: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
     """Share of samples that the model gets without the pictures of the metadata or of the clip, from the prompt alone. For
     models that do without: FLUX.2 and Wan 2.2 TI2V."""
+    tiles: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Encode clips in tiles that overlap, which takes less memory and gives slightly other latents: their height and width
+    and the steps down and across, in pixels, for example `[272, 272, 144, 128]`. For Wan; null encodes them whole."""
     cache: Annotated[str, BeforeValidator(_off)] = "auto"
     """`auto` encodes every sample once into OUTPUT/cache and trains without encoders; `off` encodes at every step; else
     a folder for the encoded samples, which several runs may share. With neither `metadata` nor `sources`, samples are those
@@ -203,6 +206,8 @@ class LoraConfig(Section):
     targets: list[str] | None = None
     """Layers that get an adapter, by the end of their name, in diffusers' or the publisher's vocabulary
     (`to_q` = `q`); the family's default if null."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """What the first factor begins with: uniform values, or normal ones of deviation 1 / rank. The second begins with 0."""
     init_from: str | None = None
     """A LoRA file to go on training from, in any of the formats that `flowshard export` writes. Its rank is `lora.rank`."""
     preset: list[str] = []

@@ -37,6 +37,11 @@ def resolve_device(name: str, *, option: str = "device") -> torch.device:
     return torch.device(kind, number) if kind != "cpu" else torch.device("cpu")
 
 
+def device_count() -> int:
+    """How many devices there are of the kind that `auto` takes; the CPU is one."""
+    return next(number for kind in _KINDS if (number := _count(kind)))
+
+
 def check_dtype(device: torch.device, dtype: str) -> None:
     """Refuse a `model.dtype` that the device does not train in.
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from flowshard.compat.options import BY_NAME, OPTIONS, SCRIPTS, Option, Script
+from flowshard.compat.options import BY_NAME, SCRIPTS, Option, Script
 from flowshard.errors import UserError
 
 _OVERRIDES = "set"
@@ -22,6 +22,8 @@ class Arguments(argparse.Namespace):
     """Names of those that were given."""
     overrides: list[str]
     """Values of `--set`."""
+    script: Script
+    """Whose options they are."""
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -57,18 +59,17 @@ def parse(script: Script, arguments: Sequence[str]) -> Arguments:
     parser = _Parser(prog=script.path, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action=_Help, const=script)
     parser.add_argument(f"--{_OVERRIDES}", dest="overrides", action="append", default=argparse.SUPPRESS)
-    for option in OPTIONS:
-        if script.series in option.scripts:
-            _add(parser, option)
+    for option in script.options:
+        _add(parser, option)
     parsed, others = parser.parse_known_args(arguments)
     given = vars(parsed)
     _refuse(given, others, script)
-    missing = [option.flag for option in OPTIONS if option.required and option.name not in given]
+    missing = [option.flag for option in script.options if option.required and option.name not in given]
     if missing:
         raise UserError(f"{', '.join(missing)} must be given")
-    defaults = {one.name: one.default for one in OPTIONS if script.series in one.scripts and not one.refused}
+    defaults = {one.name: one.default for one in script.options if not one.refused}
     overrides = given.pop("overrides", [])
-    return Arguments(**{**defaults, **given}, given=frozenset(given), overrides=overrides)
+    return Arguments(**{**defaults, **given}, given=frozenset(given), overrides=overrides, script=script)
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> None:
@@ -79,9 +80,8 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 
 def _refuse(given: Mapping[str, Any], others: Sequence[str], script: Script) -> None:
-    for name in given:
-        option = BY_NAME.get(name)
-        if option is not None and option.refused:
+    for option in script.options:
+        if option.name in given and option.refused:
             raise UserError(f"{option.flag}: not honoured here: {option.refused}")
     if not others:
         return
@@ -92,7 +92,7 @@ def _refuse(given: Mapping[str, Any], others: Sequence[str], script: Script) -> 
     if known is not None:
         scripts = ", ".join(SCRIPTS[series].path for series in known.scripts)
         raise UserError(f"{name}: {script.path} has no such option; it belongs to {scripts}")
-    names = [option.flag for option in OPTIONS if script.series in option.scripts and not option.refused]
+    names = [option.flag for option in script.options if not option.refused]
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     advice = f"did you mean {nearest[0]}?" if nearest else f"see {script.path} --help"
     raise UserError(f"{name}: unknown option; {advice}")
@@ -106,9 +106,7 @@ def describe(script: Script) -> str:
         "Trains from the options of DiffSynth-Studio's script of the same name. What each becomes here:",
         "",
     ]
-    for option in OPTIONS:
-        if script.series not in option.scripts:
-            continue
+    for option in script.options:
         text = f"not honoured: {option.refused}" if option.refused else option.becomes
         if option.default not in (None, False):
             text += f" (default: {option.default})"
@@ -129,7 +127,7 @@ def in_their_words(message: str, arguments: Arguments) -> str:
 
     def named(found: re.Match[str]) -> str:
         field = found[1]
-        deciding = [option for option in OPTIONS if field in option.fields and not option.refused]
+        deciding = [option for option in arguments.script.options if field in option.fields and not option.refused]
         given = [option.flag for option in deciding if option.name in arguments.given]
         flags = given or [option.flag for option in deciding if hasattr(arguments, option.name)]
         return f"{' / '.join(flags)} ({field})" if flags else field

@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 
 from flowshard.compat.options import SCRIPTS, Script
+from flowshard.compat.wan_t2v_options import EARLIER
 from flowshard.errors import UserError
 
+_KNOWN: tuple[Script, ...] = (*SCRIPTS.values(), EARLIER)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PROCESSES = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "-n")
 _MACHINES = ("--nnodes", "--num_machines", "--num-machines")
@@ -73,11 +75,11 @@ def read_command(words: Sequence[str]) -> Command:
     places = [place for place, word in enumerate(words) if word.endswith(".py")]
     script = None
     for place in places:
-        script = next((one for one in SCRIPTS.values() if _is_path_of(words[place], one.path)), None)
+        script = next((one for one in _KNOWN if _is_path_of(words[place], one.path)), None)
         if script is not None:
             break
     if script is None:
-        known = ", ".join(one.path for one in SCRIPTS.values())
+        known = ", ".join(one.path for one in _KNOWN)
         raise UserError(f"COMMAND LINE: starts none of the scripts that are known here: {known}")
     before, after = list(words[:place]), list(words[place + 1 :])
     assigned: dict[str, str] = {}
@@ -104,6 +106,8 @@ def _launched(command: Command, launcher: list[str], assigned: Mapping[str, str]
         count, machines = _first(options, _PROCESSES) or "1", int(_first(options, _MACHINES) or 1)
     else:
         count, machines = os.environ.get("WORLD_SIZE", "1"), 1
+        if command.script is EARLIER and "WORLD_SIZE" not in os.environ:  # which starts processes itself
+            count = _first(_options(command.arguments), ("--processes",))
     if count is None:
         devices = next((assigned[name] for name in _DEVICES if assigned.get(name)), None)
         if devices is None:

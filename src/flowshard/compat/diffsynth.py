@@ -61,7 +61,7 @@ def run(translation: Translation, options: Arguments) -> None:
     from flowshard.train.loop import run_training
 
     quiet_libraries()
-    run_training(inputs, Outputs(inputs, options))
+    run_training(inputs, Outputs(inputs, options, epoch=translation.epoch))
 
 
 def _say(notes: Sequence[str], rank: int) -> None:

@@ -44,6 +44,8 @@ class Translation:
     """Whether samples are encoded and nothing is trained."""
     notes: list[str] = field(default_factory=list)
     """Lines about options that act otherwise than in DiffSynth-Studio, or not at all."""
+    epoch: int | None = None
+    """Updates of an epoch, of a script whose epochs are no passes over the data."""
 
     def config(self) -> Config:
         """The config.

@@ -8,6 +8,8 @@ import yaml
 from flowshard.compat.arguments import in_their_words, parse
 from flowshard.compat.command_line import Command, read_command
 from flowshard.compat.mapping import Translation, translate
+from flowshard.compat.wan_t2v import translate as translate_earlier
+from flowshard.compat.wan_t2v_options import EARLIER
 from flowshard.config_file import apply_override
 from flowshard.errors import UserError
 from flowshard.parallel.launcher import launcher_deepspeed_file, launcher_strategy
@@ -25,7 +27,10 @@ def migrate(words: Sequence[str]) -> str:
     command = read_command(words)
     options = parse(command.script, command.arguments)
     try:
-        translation = translate(command.script, options, command.environment)
+        if command.script is EARLIER:
+            translation = translate_earlier(options, command.environment)
+        else:
+            translation = translate(command.script, options, command.environment)
         tree = translation.tree
         for override in translation.overrides:
             apply_override(tree, override)

@@ -220,7 +220,7 @@ def _snapshot(repository: str, folder: Path, patterns: Sequence[str]) -> None:
 def _recognise(script: Script, arguments: Arguments, entries: list[str], files: list[Path]) -> str:
     """The variant: by the transformer's tensors, or, where only encoders are given, by the names of the repositories."""
     if any(is_transformer_file(file) or file.is_dir() for file in files):
-        return recognise_variant(entries, option=_IDS, variant_option="--set model.variant")
+        return recognise_variant(entries, option=_IDS, variant_option="--set model.variant", own_schedule=True)
     names = {short_name(part) for entry in entries for part in Path(entry.replace(":", "/")).parts}
     wanted = set(arguments.listed("extra_inputs"))
     candidates = [

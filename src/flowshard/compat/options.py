@@ -28,6 +28,11 @@ class Script:
         """Of the script in a checkout."""
         return f"examples/{self.folder}/model_training/train.py"
 
+    @property
+    def options(self) -> "tuple[Option, ...]":
+        """All that it has, those that are refused as well."""
+        return tuple(option for option in OPTIONS if self.series in option.scripts)
+
 
 SCRIPTS: Mapping[str, Script] = {
     script.series: script

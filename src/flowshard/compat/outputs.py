@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from flowshard.compat.arguments import Arguments
-from flowshard.compat.names import model_of, vocabulary
+from flowshard.compat.names import DIT, model_of, vocabulary
 from flowshard.errors import RunError
 from flowshard.families.flux_files import FLUX_NAMES
 from flowshard.train.inputs import RunInputs, completed_epochs
@@ -34,13 +34,16 @@ _COLUMNS = ("step", "key", "value")
 class Outputs(Observer):
     """Writes them beside the run's own folder."""
 
-    def __init__(self, inputs: RunInputs, arguments: Arguments) -> None:
-        """Write what `arguments` ask for of a run with these inputs."""
+    def __init__(self, inputs: RunInputs, arguments: Arguments, *, epoch: int | None = None) -> None:
+        """Write what `arguments` ask for of a run with these inputs; `epoch` is that of `Translation`."""
         self._inputs = inputs
         self._arguments = arguments
+        self._epoch = epoch
         self._folder = Path(arguments["output_path"])
         self._is_main = inputs.layout.rank == 0
-        self._losses = self._folder / LOSS_FILE if self._is_main and arguments["enable_csv_log"] else None
+        self._losses = (
+            self._folder / LOSS_FILE if self._is_main and getattr(arguments, "enable_csv_log", False) else None
+        )
 
     def started(self, model: torch.nn.Module) -> None:
         del model
@@ -48,7 +51,11 @@ class Outputs(Observer):
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            given = {name: value for name, value in vars(self._arguments).items() if name not in ("given", "overrides")}
+            given = {
+                name: value
+                for name, value in vars(self._arguments).items()
+                if name not in ("given", "overrides", "script")
+            }
             with atomic_file(self._folder / ARGUMENTS_FILE) as temporary:
                 temporary.write_text(json.dumps(given, indent=4, ensure_ascii=False), encoding="utf-8")
             if self._losses is not None:
@@ -77,6 +84,8 @@ class Outputs(Observer):
 
     def _names(self, step: int) -> list[str]:
         """Of the files of a step: after an epoch, or with a number of updates."""
+        if self._epoch is not None and step % self._epoch == 0:
+            return [f"epoch-{step // self._epoch - 1}.safetensors"]
         config = self._inputs.config
         assert config.train.epochs is not None or config.train.steps is not None  # noqa: S101
         if config.save.every_epochs:
@@ -117,7 +126,7 @@ class Outputs(Observer):
 
     def _prefixed(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """With the names that they have in the pipeline, without the prefix that is to be removed."""
-        prefix = self._arguments["remove_prefix_in_ckpt"] or ""
+        prefix = getattr(self._arguments, "remove_prefix_in_ckpt", f"pipe.{DIT}.") or ""
         return {f"pipe.{model_of(name)}.{name}".removeprefix(prefix): value for name, value in tensors.items()}
 
 

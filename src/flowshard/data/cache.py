@@ -30,6 +30,7 @@ from flowshard.data.problems import DataError
 from flowshard.data.samples import cut_of
 from flowshard.data.sizes import row_size
 from flowshard.errors import UserError
+from flowshard.families import key_of
 from flowshard.families.base import Family
 from flowshard.parallel.processes import Processes
 from flowshard.weights.files import atomic_file, fingerprint, read_json
@@ -81,11 +82,15 @@ class EncodedCache:
             UserError: the model lacks an encoder and the entries do not say which it was, or has another one than the set.
         """
         self._folder = folder
-        common = {"variant": config.model.variant, "encoding": family.encoding_version}
+        # How a sample is encoded depends on the kind of model alone: variants that have the same encoders share entries.
+        kind = key_of(family)
+        common = {"family": kind, "encoding": family.encoding_version}
         self._config, self._family = config, family
-        self._encoders = _EncoderFingerprints(folder / "encoders.json", str(config.model.variant), source, known)
+        self._encoders = _EncoderFingerprints(folder / "encoders.json", kind, source, known)
+        tiles = {} if config.data.tiles is None else {"tiles": config.data.tiles}
         self._media_basis = {
             **common,
+            **tiles,
             "frames": config.data.frames,
             "media": MEDIA_VERSION,
             "encoders": [self._encoders.of(name) for name in family.media_components],
@@ -329,10 +334,10 @@ def _rotated(work: Sequence[T]) -> Sequence[T]:
 class _EncoderFingerprints:
     """What identifies encoders, remembered with the entries, so that these are found when the encoders are gone."""
 
-    def __init__(self, file: Path, variant: str, source: ModelSource, of_set: Mapping[str, str]) -> None:
+    def __init__(self, file: Path, kind: str, source: ModelSource, of_set: Mapping[str, str]) -> None:
         """Open it; a set that is read says by itself what it was made with."""
         self._file = file
-        self._variant = variant
+        self._kind = kind
         self._source = source
         self._of_set = of_set
         self.used: dict[str, str] = {}
@@ -352,7 +357,7 @@ class _EncoderFingerprints:
         return self.used[component]
 
     def _find(self, component: str) -> str:
-        name = f"{self._variant}/{component}"
+        name = f"{self._kind}/{component}"
         known = self._known.get(name, [])
         place = self._source.parts.get(component)
         if place is not None and place.exists():
@@ -370,7 +375,7 @@ class _EncoderFingerprints:
             return self._of_set[component]
         if len(known) == 1:
             return known[0]
-        why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._variant}"
+        why = f"holds entries of {len(known)} of them" if known else f"has no entries of {self._kind} models"
         raise UserError(
             f"model.path: {self._source.label} lacks {component}, and the cache {self._file.parent} {why}; add the "
             f"{component}, or set data.cache to the folder that was filled with it"

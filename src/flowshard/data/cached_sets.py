@@ -16,6 +16,7 @@ from flowshard.config import Config, DataConfig
 from flowshard.data.media import MEDIA_VERSION
 from flowshard.data.metadata import CachedNames, Metadata, Row
 from flowshard.errors import UserError
+from flowshard.families import key_of
 from flowshard.families.base import Family
 from flowshard.weights.files import atomic_file, read_json
 
@@ -30,6 +31,7 @@ _OPTIONS = (
     "fps",
     "sampling",
     "short",
+    "tiles",
     "caption_prefix",
 )
 """Options of `data` that decide what is in the entries. A run from a set takes those that it does not give from the set."""
@@ -42,7 +44,8 @@ class CachedSet:
     name: str
     label: str
     """Of the metadata."""
-    variant: str
+    kind: str
+    """Of model."""
     encoding: list[int]
     """Versions of the code that decoded and encoded."""
     dtype: str
@@ -81,13 +84,13 @@ def write_set(
     """
     options = {name: getattr(config.data, name) for name in _OPTIONS}
     sources = sorted({str(row.source.absolute()) for row in metadata.rows})
-    identity = json.dumps([sources, config.model.variant, config.model.dtype, options])
+    identity = json.dumps([sources, key_of(family), config.model.dtype, options])
     stem = re.sub(r"[^\w-]+", "_", Path(sources[0]).stem)
     name = f"{stem}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     content = {
         "format": _FORMAT,
         "label": metadata.label,
-        "variant": config.model.variant,
+        "kind": key_of(family),
         "encoding": _versions(family),
         "dtype": config.model.dtype,
         "options": options,
@@ -125,7 +128,7 @@ def find_set(config: Config, family: Family) -> tuple[Config, CachedSet]:
     if not sets:
         names = ", ".join(file.stem for file in files)
         raise UserError(f"data.cache_set: {data.cache_set!r} begins the name of no set in {folder}; found {names}")
-    refused = {name: why for name, one in sets.items() if (why := _why_not(one, config))}
+    refused = {name: why for name, one in sets.items() if (why := _why_not(one, config, family))}
     fitting = [one for name, one in sets.items() if name not in refused]
     if not fitting:
         lines = "".join(f"\n  {name} (of {sets[name].label}): {why}" for name, why in refused.items())
@@ -148,7 +151,7 @@ def _versions(family: Family) -> list[int]:
     return [family.encoding_version, MEDIA_VERSION]
 
 
-def _why_not(one: CachedSet, config: Config) -> str:
+def _why_not(one: CachedSet, config: Config, family: Family) -> str:
     """What of the run differs from the set; nothing if it can be used."""
     asked = {name: getattr(config.data, name) for name in _OPTIONS if name in config.data.model_fields_set}
     different = [
@@ -156,12 +159,10 @@ def _why_not(one: CachedSet, config: Config) -> str:
         for name, value in asked.items()
         if value != one.options[name] and not (value is None and name in ("height", "width", "max_pixels"))
     ]
-    for option, value, its in (
-        ("model.variant", config.model.variant, one.variant),
-        ("model.dtype", config.model.dtype, one.dtype),
-    ):
-        if value != its:
-            different.append(f"{option} is {value!r}, it has {its!r}")
+    if key_of(family) != one.kind:
+        different.append(f"model.variant is {config.model.variant!r}, it was encoded for {one.kind} models")
+    if config.model.dtype != one.dtype:
+        different.append(f"model.dtype is {config.model.dtype!r}, it has {one.dtype!r}")
     return "; ".join(different)
 
 
@@ -175,7 +176,7 @@ def _read(file: Path) -> CachedSet:
     if content.get("format") != _FORMAT:
         raise UserError(f"{file}: is a set of format {content.get('format')!r}, this version reads {_FORMAT}")
     rows = tuple(_from_json(row) for row in content["rows"])
-    kept = {name: content[name] for name in ("label", "variant", "encoding", "dtype", "options", "encoders", "epoch")}
+    kept = {name: content[name] for name in ("label", "kind", "encoding", "dtype", "options", "encoders", "epoch")}
     return CachedSet(name=file.stem, rows=rows, **kept)
 
 

@@ -96,6 +96,8 @@ class Encoder:
         if not self._encoders:
             with isolated_rng(self.config.seed, "constructor"):
                 loaded = self.family.load_encoders(self.source, dtype=self.dtype, device=self.device)
+            if self.config.data.tiles is not None:
+                loaded.vae.enable_tiling(*self.config.data.tiles)
             self._encoders["pipeline"] = loaded
         return self._encoders["pipeline"]
 

@@ -7,7 +7,7 @@ from functools import cache
 from flowshard.errors import UserError
 from flowshard.families.base import Family, Variant
 
-__all__ = ["Family", "Variant", "all_families", "families_of_pipeline", "find_variant", "get_family"]
+__all__ = ["Family", "Variant", "all_families", "families_of_pipeline", "find_variant", "get_family", "key_of"]
 
 # A new family, or another kind of conditions in a series, is one new file and its line here.
 _FAMILIES = {
@@ -34,6 +34,11 @@ def get_family(name: str) -> Family:
     module, _, attribute = _FAMILIES[name].partition(":")
     family: Family = getattr(importlib.import_module(module), attribute)()
     return family
+
+
+def key_of(family: Family) -> str:
+    """The key of a family, with which `get_family` finds it."""
+    return next(key for key in _FAMILIES if get_family(key) is family)
 
 
 def all_families() -> list[Family]:

@@ -104,6 +104,8 @@ class Family(ABC):
     """Height and width must be multiples of this: VAE stride times patch size."""
     frame_stride: ClassVar[int]
     """A clip has `frame_stride * k + 1` frames; 1 where any count is legal."""
+    takes_tiles: ClassVar[bool] = False
+    """Whether the VAE encodes in tiles of a given size."""
     block_lists: ClassVar[Mapping[str, str]]
     """Name of each list of blocks in the transformer to the entry of its config that says how many there are, or lists
     them."""
@@ -148,6 +150,26 @@ class Family(ABC):
                 f"{where}frames: {frames} is not {self.frame_stride}k+1, which {self.name} needs; use {lower} or "
                 f"{lower + self.frame_stride}"
             )
+
+    def check_tiles(self, tiles: tuple[int, int, int, int], *, option: str) -> None:
+        """Refuse tiles in which the VAE cannot encode.
+
+        Args:
+            tiles: height, width, and the steps down and across, in pixels.
+            option: names the option in messages.
+
+        Raises:
+            UserError: naming the number.
+        """
+        if not self.takes_tiles:
+            raise UserError(f"{option}: {self.name} encodes whole pictures; set {option}=null")
+        for size, step in zip(tiles[:2], tiles[2:], strict=True):
+            multiple = self.spatial_multiple // 2  # the stride of the VAE: a token is two latent pixels wide
+            if size % multiple or step % multiple or step > size:
+                raise UserError(
+                    f"{option}: tiles of {size} pixels at steps of {step}; use multiples of {multiple}, and steps that are "
+                    "not larger than the tiles"
+                )
 
     def check_given(self, columns: Set[str], *, where: str) -> None:
         """Refuse a sample for which not enough of the inputs is given, where it takes more than `Input.required` to say.

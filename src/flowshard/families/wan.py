@@ -75,6 +75,7 @@ class Wan(Family):
     text_components = ("text_encoder", "tokenizer")
     takes_negative_prompt = True
     spatial_multiple = 16
+    takes_tiles = True
     frame_stride = 4
     block_lists = {"blocks": "num_layers"}
     heads_setting = "num_attention_heads"

@@ -39,6 +39,7 @@ class WanTextImage(Wan):
     inputs = (FIRST,)
     optional_conditions = (_CONDITION,)
     spatial_multiple = 32
+    takes_tiles = False  # diffusers compares the size of tiles with that of 2 x 2 pixels
     original_parts = {**Wan.original_parts, "vae": (wan_files.VAE_2_2,)}
     original_type = "ti2v"
 

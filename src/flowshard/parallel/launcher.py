@@ -28,6 +28,8 @@ class _Wish:
     fix: str
     """In ours."""
     granted: Callable[[Config], bool]
+    strategy: str | None = None
+    """The only one with which it means something, if there is one: the engine ignores it with others."""
 
 
 _WISHES = (
@@ -46,6 +48,7 @@ _WISHES = (
         "offload_param_device",
         "layout.offload_parameters=true",
         lambda config: config.layout.offload_parameters,
+        strategy="zero3",
     ),
     _Wish(
         _FSDP,
@@ -122,7 +125,7 @@ def check_launcher(config: Config, environment: Mapping[str, str], *, accumulati
         )
     for wish in _WISHES:
         asked = _on(environment, wish.engine) and environment.get(wish.variable, "none").lower() in wish.values
-        if asked and not wish.granted(config):
+        if asked and wish.strategy in (None, launcher_strategy(environment)) and not wish.granted(config):
             raise UserError(
                 f"{wish.key}: the launcher's config asks for it and the run's does not; set {wish.fix}, or remove it"
             )

@@ -87,7 +87,8 @@ def build_on_meta(
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
-    new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
+    values = lora.initial_values(model, kind=config.lora.init, seed=config.seed)
+    new = {name: NewTensor(make, "LoRA") for name, make in values.items()}
     if inputs.init_from is not None:
         scale = config.lora.alpha / config.lora.rank
         for name, make in lora.values_from(load_factors(inputs.init_from), scale=scale).items():

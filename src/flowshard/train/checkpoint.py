@@ -46,6 +46,7 @@ _FIXED = (
     "data.bucket_step",
     "data.buckets",
     "data.frames",
+    "data.tiles",
     "data.fps",
     "data.sampling",
     "data.short",

@@ -34,6 +34,8 @@ def read_samples(config: Config, family: Family) -> tuple[Config, RunData]:
         everything = _usable(config, family, lambda note: read_data(config.data, family.inputs, note=note))
     data, validation = config.data, config.validation
     family.check_size(*run_size(data, family), data.frames, where="data.")
+    if data.tiles is not None:
+        family.check_tiles(data.tiles, option="data.tiles")
     training, held_out = everything, None
     if validation.fraction is not None:
         training, held_out = hold_out(everything, validation.fraction, seed=config.seed)

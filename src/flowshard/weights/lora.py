@@ -40,16 +40,16 @@ def inject(model: torch.nn.Module, *, targets: Sequence[str], rank: int, alpha: 
         parameter.requires_grad_(is_lora(name))
 
 
-def initial_values(model: torch.nn.Module, *, seed: int) -> dict[str, Callable[[], torch.Tensor]]:
+def initial_values(model: torch.nn.Module, *, kind: str, seed: int) -> dict[str, Callable[[], torch.Tensor]]:
     """For every adapter parameter by its name, what makes its full float32 value on the CPU.
 
-    A as peft does (Kaiming uniform), B with zeros, so that training starts at the base. Each layer draws from a seed of
-    its own name, so the values depend neither on the other targets nor on the layout.
+    A as peft does it for that kind (`lora.init`), B with zeros, so that training starts at the base. Each layer draws from
+    a seed of its own name, so the values depend neither on the other targets nor on the layout.
     """
     values: dict[str, Callable[[], torch.Tensor]] = {}
     for name, layer in _layers(model):
         a, b = layer.lora_A[ADAPTER].weight.shape, layer.lora_B[ADAPTER].weight.shape
-        values[f"{name}.lora_A.{ADAPTER}.weight"] = partial(_kaiming, a, seed, name)
+        values[f"{name}.lora_A.{ADAPTER}.weight"] = partial(_first, kind, a, seed, name)
         values[f"{name}.lora_B.{ADAPTER}.weight"] = partial(torch.zeros, b)
     return values
 
@@ -72,8 +72,11 @@ def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:
     return value.float() * factor
 
 
-def _kaiming(shape: torch.Size, seed: int, name: str) -> torch.Tensor:
+def _first(kind: str, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
+    """The first factor, (rank, inputs)."""
     with isolated_rng(seed, "lora", name):
+        if kind == "gaussian":
+            return torch.nn.init.normal_(torch.empty(shape), std=1 / shape[0])
         return torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
 
 

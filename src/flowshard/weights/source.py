@@ -22,12 +22,13 @@ from flowshard.weights.files import (
 )
 from flowshard.weights.original import (
     find_original_encoders,
+    is_transformer_file,
     other_kind_message,
     read_original,
     recognise_files,
 )
 from flowshard.weights.overlay import with_weights
-from flowshard.weights.places import is_original, label
+from flowshard.weights.places import all_of, is_original, label
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def find_any_source(
     return family, row, find_source(path, family, row, option=option, expert=expert, encoders=encoders)
 
 
-def recognise_variant(path: str | Sequence[str], *, option: str, variant_option: str) -> str:
+def recognise_variant(
+    path: str | Sequence[str], *, option: str, variant_option: str, own_schedule: bool = False
+) -> str:
     """The variant that a model's files hold, by pipeline or tensors, heads, settings, and names of folders and files.
 
     Of variants that are alike in all but their weights it is the first, unless the path has the name of another.
@@ -127,6 +130,7 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
         path: as for `find_source`.
         option: names the option of the path in messages.
         variant_option: names the option with which the user says it.
+        own_schedule: whether what is done has a sigma shift of its own, so that variants may differ in theirs.
 
     Raises:
         UserError: it cannot be told; the message lists what it might be.
@@ -156,14 +160,22 @@ def recognise_variant(path: str | Sequence[str], *, option: str, variant_option:
     others = [message for family, _, config in candidates if (message := other_kind_message(family, config))]
     if others and not found:
         raise UserError(f"{option}: {path}: {others[0]}")
-    names = _names_in([path] if isinstance(path, str) else path)
+    names = _names_in([path] if isinstance(path, str) else _of_transformer(path, option))
     named = [one for one in found if short_name(Path(one.hub_id).name) in names]
-    alike = len({family for family, _ in fitting}) == 1 and all(_is_alike(one, found[0]) for one in found)
+    alike = len({family for family, _ in fitting}) == 1 and all(
+        _is_alike(one, found[0], own_schedule=own_schedule) for one in found
+    )
     if named or alike:
         return (named or found)[0].name
     possible = [one.name for one in found or [one for _, one, _ in candidates]]
     possible = possible or [name for family in all_families() for name in family.variants]
     raise UserError(f"{variant_option}: cannot tell what {path} is; set one of {', '.join(possible)}")
+
+
+def _of_transformer(paths: Sequence[str], option: str) -> Sequence[str]:
+    """The entries of a list that hold the transformer: encoders may come from the repository of another model."""
+    own = [path for path in paths if any(one.is_dir() or is_transformer_file(one) for one in all_of(path, option))]
+    return own or paths
 
 
 def _names_in(paths: Sequence[str]) -> set[str]:
@@ -189,8 +201,10 @@ def _fits(family: Family, variant: Variant, settings: Mapping[str, Any]) -> bool
     return known and heads and family.foreign_mark(settings) is None
 
 
-def _is_alike(one: Variant, other: Variant) -> bool:
+def _is_alike(one: Variant, other: Variant, *, own_schedule: bool) -> bool:
     """Whether two variants differ in nothing but their weights and how they are best sampled: either name will do."""
+    if own_schedule:
+        one = replace(one, scheduler=other.scheduler)
     return replace(one, name=other.name, hub_id=other.hub_id, sampling=other.sampling) == other
 
 

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# LoRA of Wan 2.1 VACE, 14B.
+# DATASET is a folder of your own; options given to this script are added to the command, where the last one counts.
+set -eu
+
+data=${DATASET:-data/diffsynth_example_dataset/wanvideo/Wan2.1-VACE-14B}
+[ -e "$data" ] || modelscope download --dataset DiffSynth-Studio/diffsynth_example_dataset \
+  --include "wanvideo/Wan2.1-VACE-14B/*" --local_dir data/diffsynth_example_dataset
+
+models="Wan-AI/Wan2.1-VACE-14B:diffusion_pytorch_model*.safetensors"
+models+=",Wan-AI/Wan2.1-VACE-14B:models_t5_umt5-xxl-enc-bf16.pth"
+models+=",Wan-AI/Wan2.1-VACE-14B:Wan2.1_VAE.pth"
+
+accelerate launch examples/wanvideo/model_training/train.py \
+  --model_id_with_origin_paths "$models" \
+  --dataset_base_path "$data" --dataset_metadata_path "$data/metadata.csv" --dataset_repeat 100 \
+  --data_file_keys video,vace_video,vace_reference_image --extra_inputs vace_video,vace_reference_image \
+  --height 480 --width 832 --num_frames 17 --use_gradient_checkpointing_offload \
+  --lora_base_model vace --lora_rank 32 --lora_target_modules "q,k,v,o,ffn.0,ffn.2" \
+  --remove_prefix_in_ckpt pipe.vace. \
+  --learning_rate 1e-4 --num_epochs 5 \
+  --output_path models/train/Wan2.1-VACE-14B_lora "$@"
