@@ -12,6 +12,7 @@ from PIL import Image
 from flowshard.config import Config
 from flowshard.config_file import dump_config
 from flowshard.data.media import write_video
+from flowshard.errors import UserError
 from flowshard.parity.command import parity
 from flowshard.train.inputs import check_inputs
 from tests import runs
@@ -120,19 +121,17 @@ def test_reference_pictures_of_other_shapes_are_other_buckets(
     one, two = (str(clips / f"clip_{number}.mp4") for number in (1, 2))
     names = [[one], [str(tmp_path / "tall.png")], [one, two]]
     rows = [{"video": two, "edit_image": column} for column in names]
+    batch = (f"data.cache={tmp_path / 'filled'}", "data.root=/", "train.global_batch=2", "train.steps=3")
     losses = []
     for micro in (1, 2):
-        more = (
-            "data.root=/",
-            "data.buckets=auto",
-            "train.global_batch=2",
-            f"train.micro_batch={micro}",
-            "train.steps=3",
-        )
-        config = run_config(tiny_models(variant), variant, tmp_path / f"micro-{micro}", rows, *more)
+        more = (*batch, "data.buckets=auto", f"train.micro_batch={micro}")
+        config = run_config(tiny_models(variant), variant, tmp_path / "data", rows, *more)
         runs.run(config)
         losses.append(_losses(config))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    alone = (*batch, "data.metadata=null", "data.root=null", "train.micro_batch=2")
+    with pytest.raises(UserError, match=r"there are 3 shapes in the cache.*use data.buckets=auto"):
+        runs.batches(check_inputs(run_config(tiny_models(variant), variant, tmp_path / "data", rows, *alone)))
 
 
 def test_mixed_media_are_those_of_one_process_under_every_layout(

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from flowshard.config import Config
+from flowshard.data.buckets import Bucket
 from flowshard.data.captions import caption_of
 from flowshard.data.dataset import CachedDataset, Dataset, Sample
 from flowshard.data.metadata import Row
 from flowshard.data.order import Order
+from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.objective.grids import Levels
 from flowshard.objective.randomness import noise, quantiles
@@ -56,10 +58,7 @@ class StepBatches:
     ) -> None:
         """Give guidance-distilled models the value `guidance`."""
         self._dataset = dataset
-        # `load_config` has seen to a cache.
-        self._buckets = (
-            dataset.buckets() if config.data.buckets == "auto" and isinstance(dataset, CachedDataset) else []
-        )
+        self._buckets = _buckets(dataset, config)
         samples: list[Sequence[int]] = [bucket.samples for bucket in self._buckets] or [range(len(dataset))]
         self._order = Order(config.seed, samples, global_batch=config.train.global_batch)
         self._family = family
@@ -124,6 +123,25 @@ class StepBatches:
         return assemble(
             self._family, samples, first=start, noise=draws, sigma=sigma, weight=weight, guidance=self._guidance
         )
+
+
+def _buckets(dataset: Dataset, config: Config) -> list[Bucket]:
+    """The buckets of a run; none if samples go together as they come.
+
+    Raises:
+        UserError: micro-batches of samples of several shapes would be needed.
+    """
+    if not isinstance(dataset, CachedDataset):  # `load_config` has seen to a cache
+        return []
+    if config.data.buckets == "auto":
+        return dataset.buckets()
+    if config.train.micro_batch > 1 and len(found := dataset.buckets()) > 1:
+        raise UserError(
+            f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but there are {len(found)} shapes "
+            f"in the cache, for example latents {found[0].latents} and {found[-1].latents}; use data.buckets=auto, with which "
+            "every step has samples of one shape, or train.micro_batch=1"
+        )
+    return []
 
 
 def assemble(

@@ -112,8 +112,8 @@ def check_batches(config: Config, family: Family, metadata: Metadata) -> None:
     Raises:
         UserError: naming two rows that differ.
     """
-    if config.train.micro_batch == 1 or config.data.buckets == "auto":
-        return
+    if config.train.micro_batch == 1 or config.data.buckets == "auto" or from_cache(config.data):
+        return  # the shapes of what is in a cache are known when it is opened
     needed = f"train.micro_batch: {config.train.micro_batch} samples of one shape are needed, but"
     fix = "use data.buckets=auto, with which every step has samples of one shape, or train.micro_batch=1"
     pictures = [row for row in metadata.rows if row.is_picture]
