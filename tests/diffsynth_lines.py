@@ -69,6 +69,14 @@ FLF2V = Recipe(
     original=True,
     more=("--extra_inputs", "input_image,end_image"),
 )
+BRANCH = Recipe(
+    *("wan", "wanvideo", "wan2.1-vace-1.3b", "Wan-AI/Wan2.1-VACE-1.3B", WAN_FILES, WAN_TARGETS),
+    original=True,
+    more=(
+        *("--dataset_metadata_path", "data/clips/metadata_vace.csv", "--extra_inputs", "vace_video,vace_video_mask"),
+        *("--data_file_keys", "video,vace_video,vace_video_mask"),
+    ),
+)
 QWEN = Recipe(
     *("qwen-image", "qwen_image", "qwen-image", "Qwen/Qwen-Image"),
     files=(

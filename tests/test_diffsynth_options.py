@@ -221,6 +221,9 @@ def test_other_options_of_training(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert tree["train"]["groups"] == [{"pattern": "*", "weight_decay": 0.1}]  # norms and biases as well
     assert tree["log"] == {"trackers": ["wandb"], "project": "mine"}
     assert "lora" not in tree
+    preset = _tree(WAN, "--preset_lora_path", "a.safetensors", "--preset_lora_model", "dit", full=True)
+    assert preset["lora"] == {"preset": ["a.safetensors"]}
+    assert _tree(WAN, "--lora_checkpoint", "b.safetensors")["lora"]["init_from"] == "b.safetensors"
     image = _tree(QWEN)
     assert image["memory"] == {"activations": "recompute"}
     assert "short" not in image["data"]
@@ -408,6 +411,33 @@ def test_recipes_cover_the_scripts() -> None:
     for series, script in SCRIPTS.items():
         assert RECIPES[series].script.as_posix().endswith(script.path)
         assert RECIPES[series].script.is_file()
+
+
+def test_settings_that_were_not_downloaded_are_added(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DiffSynth-Studio downloads a text encoder without its config."""
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "models" / QWEN.repository / "text_encoder"
+    place.mkdir(parents=True)
+    published = folder / "models" / QWEN.repository / "text_encoder"
+    (place / "model.safetensors").symlink_to(published / "model.safetensors")
+    asked: list[list[str]] = []
+
+    def snapshot(repository: str, to: Path, patterns: list[str]) -> None:
+        asked.append(patterns)
+        (to / "text_encoder" / "config.json").symlink_to(published / "config.json")
+
+    monkeypatch.setattr(model_files, "_snapshot", snapshot)
+    fetch = model_files.fetch
+    assert len(fetch(QWEN.repository, "text_encoder/*.safetensors", option="--x")) == 1
+    assert asked == []  # not to be downloaded
+    monkeypatch.setenv("DIFFSYNTH_SKIP_DOWNLOAD", "False")
+    for _ in range(2):
+        assert fetch(QWEN.repository, "text_encoder/*.safetensors", option="--x") == [
+            Path("models", QWEN.repository, "text_encoder/model.safetensors")
+        ]
+    assert asked == [["text_encoder/*.json"]]
 
 
 @pytest.mark.parametrize(

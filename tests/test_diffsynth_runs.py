@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from flowshard.cli import main as flowshard
 from flowshard.compat.diffsynth import main
 from tests import diffsynth_lines as lines
-from tests.diffsynth_lines import EXACT, FLF2V, FLUX, QWEN, RANK, RECIPES, WAN, Recipe, TinyModels
+from tests.diffsynth_lines import BRANCH, EXACT, FLF2V, FLUX, QWEN, RANK, RECIPES, WAN, Recipe, TinyModels
 
 Shapes = dict[str, tuple[int, ...]]
 FLUX_RENAMED = {
@@ -281,6 +281,39 @@ def test_a_lora_of_flux_in_the_publishers_names(
         assert int(alpha) == up.shape[1] == down.shape[0]
         layer = theirs[name]
         assert (up @ down).equal(plain[f"{layer}.lora_B.default.weight"] @ plain[f"{layer}.lora_A.default.weight"])
+
+
+@pytest.mark.slow
+def test_the_branch_of_vace_is_trained_alone(
+    folder: Path,
+    clips: Path,
+    tiny_models: TinyModels,
+    originals: TinyModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the recipes name it, with the prefix of its model in the pipeline; and it goes on from such a file."""
+    lines.prepare(folder, clips, tiny_models, originals, BRANCH)
+    monkeypatch.chdir(folder)
+    cache = ("--set", f"data.cache={tmp_path / 'cache'}")
+    published = _shapes(_model_file(folder, BRANCH))
+    branch = {name: shape for name, shape in published.items() if name.startswith("vace_")}
+    full, lora, last = tmp_path / "full", tmp_path / "lora", tmp_path / "last"
+    assert main("wan", BRANCH.line(full, *EXACT, *cache, "--trainable_models", "vace", full=True)) == 0
+    found = load_file(full / "epoch-0.safetensors")
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        f"pipe.vace.{name}": shape for name, shape in branch.items()
+    }
+    plain = ("--remove_prefix_in_ckpt", "pipe.vace.")
+    assert main("wan", BRANCH.line(lora, *EXACT, *cache, "--lora_base_model", "vace", *plain)) == 0
+    assert _shapes(lora / "epoch-0.safetensors") == _lora_shapes(branch, BRANCH)
+
+    still = ("--learning_rate", "0", "--trainable_models", "vace", "--enable_model_cpu_offload")
+    resumed = ("--resume_from_checkpoint", str(full / "epoch-0.safetensors"))
+    assert main("wan", BRANCH.line(last, *EXACT, *cache, *plain, *still, *resumed, full=True)) == 0
+    after = load_file(last / "epoch-0.safetensors")
+    assert after.keys() == branch.keys()
+    assert all(value.equal(found[f"pipe.vace.{name}"]) for name, value in after.items())
 
 
 ACCEPTANCE = (

@@ -141,12 +141,12 @@ def fetch(repository: str, pattern: str, *, option: str) -> list[Path]:
         raise UserError(
             f"{option}: {folder} has no {pattern}, and {_SKIP} is true; put the files there, or let them be downloaded"
         )
-    if not skip:
+    if not found:
         with _one_process(folder):  # the others find them when it is their turn
             if not _local(folder, pattern):
                 _download(repository, pattern, folder, option)
-            elif not all(_is_complete(file) for file in found):
-                _download_settings(repository, pattern, folder)
+    elif not skip:
+        _download_settings(repository, pattern, folder)
     found = _local(folder, pattern)
     if not found:
         raise UserError(f"{option}: {repository} has no file {pattern}; check the pattern")
@@ -193,8 +193,10 @@ def _download(repository: str, pattern: str, folder: Path, option: str) -> None:
 def _download_settings(repository: str, pattern: str, folder: Path) -> None:
     """Add the settings that lie beside weights in a repository; what is then still missing is found later."""
     try:
-        _snapshot(repository, folder, [str(Path(pattern).parent / "*.json")])
-    except Exception:
+        with _one_process(folder):
+            if not all(_is_complete(file) for file in _local(folder, pattern)):
+                _snapshot(repository, folder, [str(Path(pattern).parent / "*.json")])
+    except Exception:  # as for `_download`
         return
 
 

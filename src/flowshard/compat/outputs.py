@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from flowshard.compat.arguments import Arguments
 from flowshard.compat.names import DIT, model_of, vocabulary
-from flowshard.errors import RunError
+from flowshard.errors import RunError, UserError
 from flowshard.families.flux_files import FLUX_NAMES
 from flowshard.train.inputs import RunInputs, completed_epochs
 from flowshard.train.observer import Observer
@@ -76,10 +76,10 @@ class Outputs(Observer):
             for name in self._names(step):
                 with atomic_file(self._folder / name) as temporary:
                     save_file(tensors, temporary, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, UserError) as error:
             raise RunError(
                 f"cannot write the weights of step {step} to {self._folder}: {error}; they are in {checkpoint} in our own "
-                "layout; make room and start again"
+                "layout"
             ) from None
 
     def _names(self, step: int) -> list[str]:
@@ -87,7 +87,6 @@ class Outputs(Observer):
         if self._epoch is not None and step % self._epoch == 0:
             return [f"epoch-{step // self._epoch - 1}.safetensors"]
         config = self._inputs.config
-        assert config.train.epochs is not None or config.train.steps is not None  # noqa: S101
         if config.save.every_epochs:
             epochs = completed_epochs(config, self._inputs.samples, step)
             last = config.train.epochs
@@ -102,7 +101,7 @@ class Outputs(Observer):
         if self._inputs.config.train.method == "lora":
             factors = self._factors(checkpoint / LORA_FILE)
             modules = checkpoint / MODULES_FILE
-            others = load_file(modules) if modules.is_file() else {}
+            others = self._renamed(load_file(modules)) if modules.is_file() else {}
             if self._aligned:
                 return {**aligned_tensors(factors), **others}
             tensors = lora_tensors(factors, vocabulary(family, factors), "original")
@@ -111,8 +110,11 @@ class Outputs(Observer):
         own: Tensors = {}
         for file in sorted((checkpoint / TRANSFORMER_FOLDER).glob("*.safetensors")):
             own.update({name: value for name, value in load_file(file).items() if name not in frozen})
-        renamed = original_tensors(own, vocabulary(family, own), option="--trainable_models")
-        return self._prefixed({name: value.contiguous() for name, value in renamed.items()})
+        return self._prefixed({name: value.contiguous() for name, value in self._renamed(own).items()})
+
+    def _renamed(self, tensors: Tensors) -> Tensors:
+        """In DiffSynth-Studio's names; what was added to the model keeps its own."""
+        return original_tensors(tensors, vocabulary(self._inputs.family, tensors), option="--output_path")
 
     @property
     def _aligned(self) -> bool:
