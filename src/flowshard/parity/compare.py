@@ -16,7 +16,9 @@ from flowshard.weights.report import some
 
 SMALL_GRADIENT = 1e-6
 """A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
-
+ROUNDING = float(torch.finfo(torch.float32).eps)
+"""A difference below this part of the global norm is rounding, however small the tensor that it is in: the gradient of a
+bias of keys, for example, is a sum of terms that all but cancel, which processors round differently."""
 
 DRAWS = {"samples": "row", "latents": "latents", "noise": "noise", "sigma": "sigma"}
 """What goes into the model: quantity to its name in a trace."""
@@ -114,6 +116,8 @@ def _gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], place: st
         own = float(expected.double().norm())
         scale = own if own >= SMALL_GRADIENT * whole else whole
         difference = float((b[name].double() - expected.double()).norm())
+        if difference <= ROUNDING * whole:
+            continue
         error = as_error(difference / scale if scale else difference)
         if error > worst:
             worst, where = error, name
