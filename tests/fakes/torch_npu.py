@@ -14,12 +14,14 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
 from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -57,6 +59,10 @@ class NpuTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"NpuTensor({self.raw!r})"
+
+    def tolist(self) -> Any:
+        """As torch refuses it to subclasses."""
+        return self.raw.tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -123,9 +129,21 @@ class _Hardware(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def hardware() -> TorchDispatchMode:
+class _Literals(TorchFunctionMode):
+    """While active, `torch.tensor` of Python numbers makes them on the device, which it does past the other mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and _is_npu(kwargs.get("device")):
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def hardware() -> Iterator[None]:
     """The context in which tensors can be on the device. Not always on, as it makes every operator slow."""
-    return _Hardware()
+    with _Hardware(), _Literals():
+        yield
 
 
 class Event:
@@ -159,6 +177,7 @@ def _module() -> types.ModuleType:
         manual_seed_all=lambda _: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         Event=Event,
+        Stream=type("Stream", (), {}),  # DeepSpeed names it when it is imported
         config=types.SimpleNamespace(allow_internal_format=True),
         _is_in_bad_fork=lambda: False,
     )

@@ -43,7 +43,7 @@ class DeepSpeed(Strategy):
         self._waiting: dict[int, torch.Tensor] = {}
         """Values of the parameters of the unit that is being filled, by the parameter's id."""
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        _choose_accelerator(device)
+        _check_accelerator(device)
         if device.type == "cpu":
             _skip_shared_memory_build()
         import deepspeed
@@ -231,9 +231,9 @@ def _link_optimizer_state(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _choose_accelerator(device: torch.device) -> None:
-    """Let DeepSpeed work on the run's kind of device, which it would else choose by the packages that it finds."""
-    asked = os.environ.setdefault("DS_ACCELERATOR", device.type)
+def _check_accelerator(device: torch.device) -> None:
+    """Refuse an environment that lets DeepSpeed work on another kind of device than the run's."""
+    asked = os.environ.get("DS_ACCELERATOR", device.type)
     if asked != device.type:
         raise UserError(f"DS_ACCELERATOR: is {asked!r} in the environment, and the run is on {device}; unset it")
 
