@@ -1,16 +1,12 @@
-"""A stand-in for torch_npu on machines without an Ascend NPU: tensors say that they are on `npu:0` and lie on the CPU.
+"""A stand-in for torch_npu on machines without an Ascend NPU: tensors say that they are on an NPU and lie on the CPU.
 
 Importing it adds `torch.npu` and makes the device known to torch, as importing the real one does. Every operator on such
 tensors comes through here, so that what the hardware cannot do is refused: float64 and complex numbers, and tensors of
 the host among those of the device. The kernels have the names, arguments, results and limits that the pages of
 https://gitee.com/ascend/op-plugin (docs/context) give them, and are computed in plain torch. `calls` counts them.
-
-`FLOWSHARD_TEST_NPU_WITHOUT` is a list of kernels, separated by commas, that this release is to lack.
 """
 
 import math
-import os
-import sys
 import time
 import types
 from collections import Counter
@@ -34,6 +30,10 @@ calls: Counter[str] = Counter()
 """How often each kernel ran, and under `moved` how many tensors came to the device."""
 
 
+_current = [0]
+"""The device of this process."""
+
+
 class NotOnNpuError(RuntimeError):
     """The hardware cannot do this."""
 
@@ -52,7 +52,7 @@ class NpuTensor(torch.Tensor):
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
             layout=raw.layout,
-            device="npu:0",
+            device=f"npu:{_current[0]}",
         )
         made.raw = raw
         return made
@@ -121,6 +121,8 @@ class _Hardware(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # fake tensors know their devices themselves
         if kwargs.get("pin_memory"):  # which this build of torch refuses without another kind of device
             kwargs = {**kwargs, "pin_memory": False}
         if _is_npu(kwargs.get("device")) or any(issubclass(kind, NpuTensor) for kind in types):
@@ -130,11 +132,11 @@ class _Hardware(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """While active, `torch.tensor` of Python numbers makes them on the device, which it does past the other mode."""
+    """While active, tensors of Python numbers are made on the device, which torch does past the other mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.tensor and _is_npu(kwargs.get("device")):
+        if func in (torch.tensor, torch.as_tensor) and _is_npu(kwargs.get("device")):
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         return func(*args, **kwargs)
 
@@ -163,13 +165,12 @@ class Event:
 def _module() -> types.ModuleType:
     """`torch.npu`."""
     module = types.ModuleType("torch.npu")
-    state = {"device": 0}
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
         device_count=lambda: 2,
-        current_device=lambda: 0,
-        set_device=lambda device: state.update(device=torch.device(device).index),
+        current_device=lambda: _current[0],
+        set_device=lambda device: _current.__setitem__(0, torch.device(device).index),
         get_device_name=lambda _=None: "Ascend910B3",
         synchronize=lambda _=None: None,
         empty_cache=lambda: None,
@@ -349,14 +350,52 @@ def npu_fusion_attention_grad(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.npu.npu_fusion_attention_grad(*args, **kwargs)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """Keeps what the kernel keeps: its inputs and the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        wide = states.float()
+        factor = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(states, gamma, factor)
+        ctx.mark_non_differentiable(factor)
+        return (wide * factor * gamma.float()).to(states.dtype), factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        states, gamma, factor = ctx.saved_tensors
+        normal = states.float() * factor
+        gradient = gradient.float()
+        of_gamma = (gradient * normal).flatten(0, -2).sum(dim=0).to(gamma.dtype)
+        inner = gradient * gamma.float()
+        of_states = factor * (inner - normal * (inner * normal).mean(dim=-1, keepdim=True))
+        return of_states.to(states.dtype), of_gamma if ctx.needs_input_grad[1] else None, None
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps its input as the kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        ctx.save_for_backward(states, r1, r2)
+        turned = torch.stack((-states[..., 1::2], states[..., 0::2]), dim=-1).flatten(-2)
+        return states * r1 + turned * r2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, r1, r2 = ctx.saved_tensors
+        scaled = gradient * r2
+        turned = torch.stack((scaled[..., 1::2], -scaled[..., 0::2]), dim=-1).flatten(-2)
+        return gradient * r1 + turned, None, None
+
+
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """See docs/context/torch_npu-npu_rms_norm.md."""
     if self.dtype != gamma.dtype or self.dtype in FORBIDDEN:
         raise NotOnNpuError(f"npu_rms_norm: {self.dtype} and {gamma.dtype}")
     calls["npu_rms_norm"] += isinstance(self, NpuTensor)
-    wide = self.float()
-    factor = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * factor * gamma.float()).to(self.dtype), factor
+    output: tuple[Tensor, Tensor] = _RmsNorm.apply(self, gamma, epsilon)
+    return output
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
@@ -367,9 +406,6 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
     if batch * heads >= 1000 or size >= 896 or size % 2:
         raise NotOnNpuError(f"npu_rotary_mul: {input.shape}")
     calls["npu_rotary_mul"] += isinstance(input, NpuTensor)
-    turned = torch.stack((-input[..., 1::2], input[..., 0::2]), dim=-1).flatten(-2)
-    return input * r1 + turned * r2
+    output: Tensor = _Rotary.apply(input, r1, r2)
+    return output
 
-
-for _name in filter(None, os.environ.get("FLOWSHARD_TEST_NPU_WITHOUT", "").split(",")):
-    delattr(sys.modules[__name__], _name)
