@@ -52,7 +52,7 @@ class NpuTensor(torch.Tensor):
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
             layout=raw.layout,
-            device=f"npu:{_current[0]}",
+            device="npu:0",  # whichever it was asked for, as torch knows of no more than one such device here
         )
         made.raw = raw
         return made
@@ -408,4 +408,3 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
     calls["npu_rotary_mul"] += isinstance(input, NpuTensor)
     output: Tensor = _Rotary.apply(input, r1, r2)
     return output
-

@@ -1,14 +1,14 @@
 """What runs on an Ascend NPU, on the stand-in for torch_npu in `tests/fakes`, against the same on the CPU.
 
-    python -m tests.workers.npu models VARIANT=TRANSFORMER_FOLDER ...
-    torchrun --nproc-per-node N -m tests.workers.npu models VARIANT=TRANSFORMER_FOLDER ...
-    python -m tests.workers.npu runs CONFIG.yaml ...
+    python -m tests.workers.npu VARIANT=TRANSFORMER_FOLDER ... CONFIG.yaml ...
+    torchrun --nproc-per-node N -m tests.workers.npu VARIANT=TRANSFORMER_FOLDER ...
 
-`models` compares the transformers themselves, with and without kernels, divided if there are several processes; `runs`
-trains. A process of its own, as torch keeps what the stand-in registers. Prints a line of JSON for each case that held.
+Transformers are compared, with and without kernels, divided if there are several processes; runs are trained. A process
+of its own, as torch keeps what the stand-in registers. Prints a line of JSON for each case that held.
 """
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 
@@ -87,7 +88,7 @@ def compare(family: Any, folder: Path, variant: str, processes: Any, *, pictures
                 say(variant=variant, case=name, without=len(without), ran=ran)
 
 
-def refused(family: Any, folder: Path, device: torch.device) -> None:
+def refuse(family: Any, folder: Path, device: torch.device) -> None:
     """The stock transformer brings something to the device that is not there."""
     import diffusers
     import torch_npu
@@ -102,53 +103,57 @@ def refused(family: Any, folder: Path, device: torch.device) -> None:
         say(family=family.name, refused=str(error))
 
 
-def models(arguments: list[str]) -> None:
+def compare_models(variants: dict[str, Path]) -> None:
     """Of the families of these variants."""
-    import os
-
     from flowshard.families import find_variant
     from flowshard.parallel.layout import Layout
     from flowshard.parallel.processes import Processes
 
     world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
-    ring = 2 if world > 1 else 1  # the ring's parts are joined by their log-sum-exp
-    layout = Layout("ddp" if world > 1 else "single", world, rank, rank, world, "", 1, 1, world, world // ring, ring, None)
+    ring = min(world, 2)  # whose parts are joined by their log-sum-exp
+    strategy = "single" if world == 1 else "ddp"
+    layout = Layout(strategy, world, rank, rank, world, "", 1, 1, world, world // ring, ring, None)
     processes = Processes(layout, "npu", timeout_minutes=1)
     assert str(processes.device) == f"npu:{rank}"
-    if world > 1:
-        assert torch.distributed.get_backend() == "hccl"
-    for argument in arguments:
-        variant, _, folder = argument.partition("=")
+    assert world == 1 or torch.distributed.get_backend() == "hccl"
+    for variant, folder in variants.items():
         family, _ = find_variant(variant, option="VARIANT")
-        for pictures in {False, bool(family.inputs) and family.name != "wan"}:
-            compare(family, Path(folder), variant, processes, pictures=pictures)
+        compare(family, folder, variant, processes, pictures=False)
+        if family.optional_conditions and family.name == "flux2":
+            compare(family, folder, variant, processes, pictures=True)
         if world == 1:
-            refused(family, Path(folder), processes.device)
+            refuse(family, folder, processes.device)
     processes.close()
 
 
-def runs(arguments: list[str]) -> None:
-    """Train as the configs say."""
+def train(file: str) -> None:
+    """As the config says."""
     from flowshard.config_file import load_config
     from flowshard.train.inputs import check_inputs
     from flowshard.train.loop import run_training
+    from tests.pictures import shrink_references
 
-    for file in arguments:
+    with pytest.MonkeyPatch.context() as patch:
+        shrink_references(patch)
         config = load_config(file)
-        _, ran = counted(lambda config=config: run_training(check_inputs(config)))
-        say(run=config.output, ran=ran)
+        _, ran = counted(lambda: run_training(check_inputs(config)))
+    say(run=file, ran=ran)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     sys.path.insert(0, str(FAKES))
     import torch_npu
 
     from flowshard.libraries import quiet_libraries
 
     quiet_libraries()
+    variants = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     with torch_npu.hardware():
-        {"models": models, "runs": runs}[sys.argv[1]](sys.argv[2:])
+        compare_models({variant: Path(folder) for variant, folder in variants.items()})
+        for argument in arguments:
+            if "=" not in argument:
+                train(argument)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
