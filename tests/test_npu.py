@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "wan2.2-ti2v-5b": ("memory.activations=recompute",),
     "wan2.1-vace-1.3b": ("train.method=full", "memory.activations=offload"),
     "wan2.2-t2v-a14b": (),
-    "wan2.2-vace-fun-a14b": ("train.modules=[vace_blocks]",),
+    "wan2.2-vace-fun-a14b": ("train.method=full", "train.modules=[vace_blocks]"),
     "qwen-image": ("train.method=full", "train.micro_batch=2"),
     "qwen-image-edit": (),
     "qwen-image-edit-2509": ("memory.activations=offload",),
