@@ -105,7 +105,7 @@ def test_script_starts_training(folder: str, name: str, tmp_path: Path) -> None:
         launcher, options = arguments[:place], _options(arguments[place + 1 :])
         every.append(options)
         assert options["num_epochs"] == "7", "options that are given to the script count"
-        alone = name.startswith("Qwen") and "lora_rank" in options or options.get("task") == "sft:data_process"
+        alone = (name.startswith("Qwen") and "lora_rank" in options) or options.get("task") == "sft:data_process"
         assert bool(launcher) != alone, "whatever is trained whole, or is larger than one device, takes ZeRO-3"
         if launcher:
             option, file = launcher

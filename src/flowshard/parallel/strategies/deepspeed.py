@@ -232,10 +232,14 @@ def _link_optimizer_state(optimizer: Any) -> None:
 
 
 def _check_accelerator(device: torch.device) -> None:
-    """Refuse an environment that lets DeepSpeed work on another kind of device than the run's."""
+    """Refuse an environment in which DeepSpeed would not work on the run's kind of device."""
     asked = os.environ.get("DS_ACCELERATOR", device.type)
     if asked != device.type:
         raise UserError(f"DS_ACCELERATOR: is {asked!r} in the environment, and the run is on {device}; unset it")
+    if device.type == "npu" and "ASCEND_HOME_PATH" not in os.environ:
+        raise UserError(
+            "ASCEND_HOME_PATH: is not set, and DeepSpeed needs it; source the set_env.sh of the CANN toolkit"
+        )
 
 
 def _skip_shared_memory_build() -> None:
