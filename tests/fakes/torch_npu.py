@@ -52,7 +52,9 @@ class NpuTensor(torch.Tensor):
             storage_offset=raw.storage_offset(),
             dtype=raw.dtype,
             layout=raw.layout,
-            device="npu:0",  # whichever it was asked for, as torch knows of no more than one such device here
+            device=torch.device(
+                "npu", 0
+            ),  # whichever it was asked for, as torch knows of no more than one such device here
         )
         made.raw = raw
         return made
@@ -64,10 +66,12 @@ class NpuTensor(torch.Tensor):
         """As torch refuses it to subclasses."""
         return self.raw.tolist()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _on_device(func, args, kwargs or {})
 
 

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def compare(family: Any, folder: Path, variant: str, processes: Any, *, pictures
 
     from flowshard.parallel.plan import apply_plans
     from flowshard.parallel.sequence import SequenceGroup
-    from tests.workers.family_sequence import cases, error, run
+    from tests.workers.family_sequence import cases, run
+    from tests.workers.sequence import error
 
     device, layout = processes.device, processes.layout
     model_class = getattr(diffusers, family.transformer_class)
@@ -74,7 +76,7 @@ def compare(family: Any, folder: Path, variant: str, processes: Any, *, pictures
             apply_plans(model, family, group, device)
             model.to(device)
             for name, predict in made.items():
-                (found, gradients), ran = counted(lambda model=model, predict=predict: run(model, predict))
+                (found, gradients), ran = counted(partial(run, model, predict))
                 output, wanted = expected[name]
                 assert error(found, output) <= 1e-5, (variant, name, error(found, output))
                 assert gradients.keys() == wanted.keys()
