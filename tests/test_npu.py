@@ -15,6 +15,8 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from flowshard import device
 from flowshard.config import Config
@@ -23,6 +25,8 @@ from flowshard.device import resolve_device
 from flowshard.errors import UserError
 from flowshard.families import all_families, find_variant
 from flowshard.families.rotary import real_tables, rotate_complex
+from flowshard.families.wan import CrossAttention, SelfAttention
+from flowshard.parallel.plan import apply_plans
 from flowshard.parallel.strategies.deepspeed import DeepSpeed
 from flowshard.parallel.strategies.scaling import LossScale
 from tests import runs
@@ -61,6 +65,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "z-image-turbo": ("train.method=full", "train.micro_batch=2", "memory.activations=selective"),
 }
 """Every kind of variant, each with a way to train."""
+
+
+FORWARD_PASSES = {"wan2.1-t2v-1.3b": 1, "wan2.2-i2v-a14b": 2, "wan2.2-ti2v-5b": 2}
+"""How often attention runs forward for once backward: `selective` keeps what the kernel gave, `recompute` does not."""
 
 
 def _npu(arguments: Sequence[str]) -> list[dict[str, Any]]:
@@ -174,6 +182,8 @@ def test_every_kind_of_variant_trains_on_the_device(
     assert [line["run"] for line in lines] == files
     for (cpu, npu), line in zip(pairs, lines, strict=True):
         assert set(line["ran"]) == set(KERNELS), line
+        again = FORWARD_PASSES.get(cpu.model.variant) if dtype == "float32" else None
+        assert again is None or line["ran"][ATTENTION] == again * line["ran"][ATTENTION_GRAD]
         _assert_same_run(npu, cpu)
         samples = [sorted(one.name for one in Path(run.output).glob("samples/step-*/*")) for run in (cpu, npu)]
         assert samples[0] == samples[1]
@@ -210,6 +220,22 @@ def test_real_tables_rotate_as_the_complex_ones() -> None:
         tables = torch.polar(torch.ones(shape), angles)
         found = rotate_complex(states, real_tables(tables))
         assert runs.relative_error(found, rotate_complex(states, tables)) <= 1e-6
+
+
+def test_processors_of_an_extension_stay(tiny_models: TinyModels) -> None:
+    variant = "wan2.1-t2v-1.3b"
+    family, _ = find_variant(variant, option="VARIANT")
+    model: Any = WanTransformer3DModel.from_pretrained(tiny_models(variant) / "transformer")
+
+    class Own(WanAttnProcessor):
+        """Of the user."""
+
+    model.blocks[0].attn1.set_processor(Own())
+    model.blocks[1].attn2.set_processor(Own())
+    place: Any = SimpleNamespace(type="npu")  # this build of torch knows no such device
+    apply_plans(model, family, None, place)
+    kinds = [[type(attention.processor) for attention in (block.attn1, block.attn2)] for block in model.blocks]
+    assert kinds == [[Own, CrossAttention], [SelfAttention, Own], [SelfAttention, CrossAttention]]
 
 
 def test_a_machine_without_npu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

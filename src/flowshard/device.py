@@ -87,8 +87,9 @@ def collective_backend(device: torch.device) -> str:
 
 def claim(device: torch.device) -> None:
     """Make a device the one that this process uses where no other is named. To be called before tensors are on it."""
-    # DeepSpeed would else choose by the packages that it finds, at its first import, which may be by another library.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if _npu_error() is None:
+        # DeepSpeed takes an NPU wherever torch_npu is installed, at its first import, which may be by another library.
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
     if device.type == "cpu":
         return
     getattr(torch, device.type).set_device(device)

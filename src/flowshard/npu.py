@@ -154,6 +154,11 @@ def fuse_norms(model: torch.nn.Module) -> None:
             norm.forward = _Norm(norm, as_weight=isinstance(norm, RMSNorm))
 
 
+def is_stock(attention: Any) -> bool:
+    """Whether an attention module works as diffusers made it, and no extension has given it a processor of its own."""
+    return type(getattr(attention, "processor", None)).__module__.startswith("diffusers.")
+
+
 class _Norm:
     """The forward pass of an RMS norm."""
 

@@ -221,10 +221,13 @@ class Wan(Family):
         )
 
     def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        from flowshard import npu
+
         del device  # the rotary tables are real ones, made on the CPU by the constructor
         for blocks in self.block_lists:
             for block in getattr(transformer, blocks):
-                block.attn2.set_processor(CrossAttention())
+                if npu.is_stock(block.attn2):
+                    block.attn2.set_processor(CrossAttention())
 
     def tokens(self, shape: torch.Size) -> int:
         _, frames, height, width = shape

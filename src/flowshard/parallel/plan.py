@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ def apply_plans(model: torch.nn.Module, family: Family, group: SequenceGroup | N
         apply_sequence_plan(model, family.sequence_plan, group)
     elif device.type == "npu":
         tokens = WholeTokens()
-        install_plan(model, family.sequence_plan(model, tokens), tokens)
+        plan = family.sequence_plan(model, tokens)
+        stock = {name: one for name, one in plan.processors.items() if npu.is_stock(model.get_submodule(name))}
+        install_plan(model, replace(plan, processors=stock), tokens)
 
 
 def apply_sequence_plan(
