@@ -1,8 +1,8 @@
 """Applies a family's plan of sequence parallelism to its stock model, through hooks and attention processors."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ def apply_plans(model: torch.nn.Module, family: Family, group: SequenceGroup | N
         tokens = WholeTokens()
         plan = family.sequence_plan(model, tokens)
         stock = {name: one for name, one in plan.processors.items() if npu.is_stock(model.get_submodule(name))}
-        install_plan(model, replace(plan, processors=stock), tokens)
+        install_plan(model, dataclasses.replace(plan, processors=stock), tokens)
 
 
 def apply_sequence_plan(
