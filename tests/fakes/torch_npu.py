@@ -148,8 +148,12 @@ class _Literals(TorchFunctionMode):
 @contextmanager
 def hardware() -> Iterator[None]:
     """The context in which tensors can be on the device. Not always on, as it makes every operator slow."""
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    # Else a module that changes its type gives its parameters new data, of which `raw` would not know.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     with _Hardware(), _Literals():
         yield
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
 class Event:
