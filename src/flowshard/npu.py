@@ -121,13 +121,13 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
     Args:
         states: (batch, tokens, heads, size).
-        cos: float32, every value twice, of shape (1 or batch, tokens, 1, size).
+        cos: every value twice, of shape (1 or batch, tokens, 1, size).
         sin: like `cos`.
     """
     import torch
 
     fused = kernel(ROTARY)
-    wide = states.float()
+    wide, cos, sin = states.float(), cos.float(), sin.float()
     if cos.shape[0] == 1 and wide.shape[0] * wide.shape[2] < _ROTARY_ROWS:
         whole: torch.Tensor = fused(wide, cos, sin, rotary_mode="interleave")
         return whole.type_as(states)

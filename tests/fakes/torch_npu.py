@@ -151,9 +151,11 @@ def hardware() -> Iterator[None]:
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     # Else a module that changes its type gives its parameters new data, of which `raw` would not know.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    with _Hardware(), _Literals():
-        yield
-    torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+    try:
+        with _Hardware(), _Literals():
+            yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
 class Event:
