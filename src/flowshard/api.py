@@ -10,6 +10,7 @@ import torch
 
 from flowshard.device import resolve_device
 from flowshard.families import Family, find_variant
+from flowshard.parallel.plan import apply_plans
 from flowshard.weights.extend import Extension, extend_model
 from flowshard.weights.load import NewTensor, Whole, build_model, declare_types, materialise
 from flowshard.weights.report import LoadReport
@@ -38,16 +39,20 @@ def load(
         seed: of new weights.
 
     Returns:
-        The diffusers model, all of whose parameters require gradients, and what became of every tensor.
+        The diffusers model, all of whose parameters require gradients, and what became of every tensor. On an NPU, with
+        rotary tables and attention that run there.
 
     Raises:
         UserError: the files do not fill the model, or the extension fails.
     """
     family, row = find_variant(variant, option="variant")
     source = find_source(_paths(path), family, row, option="path", expert=expert, encoders=False)
-    return load_transformer(
-        family, source, extend=extend, dtype=dtype, device=resolve_device(device), seed=seed, trainable=True
+    place = resolve_device(device)
+    transformer, report = load_transformer(
+        family, source, extend=extend, dtype=dtype, device=place, seed=seed, trainable=True
     )
+    apply_plans(transformer, family, None, place)
+    return transformer, report
 
 
 def _paths(path: str | Path | Sequence[str]) -> str | list[str]:
@@ -70,6 +75,7 @@ def load_pipeline(
     transformer, report = load_transformer(
         family, source, extend=extend, dtype=dtype, device=place, seed=seed, trainable=True
     )
+    apply_plans(transformer, family, None, place)
     return family.make_pipeline(source, transformer.eval(), dtype=dtype).to(place), report
 
 

@@ -1,10 +1,13 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
 import functools
+import os
 import re
 import resource
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch
 from flowshard.errors import UserError
 
 _KINDS = ("cuda", "npu", "cpu")
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 def resolve_device(name: str, *, option: str = "device") -> torch.device:
@@ -33,7 +37,8 @@ def resolve_device(name: str, *, option: str = "device") -> torch.device:
     number = int(index or 0)
     if number >= _count(kind):
         found = ", ".join(f"{kind}:{i}" for kind in available for i in range(_count(kind)))
-        raise UserError(f"{option}: this machine has no {kind}:{number}; it has {found}")
+        reason = f". {_without_npu()}" if kind == "npu" and not _count("npu") else ""
+        raise UserError(f"{option}: this machine has no {kind}:{number}; it has {found}{reason}")
     return torch.device(kind, number) if kind != "cpu" else torch.device("cpu")
 
 
@@ -55,13 +60,74 @@ def check_dtype(device: torch.device, dtype: str) -> None:
 def _count(kind: str) -> int:
     if kind == "cpu":
         return 1
-    if kind == "npu":
-        try:
-            import torch_npu  # noqa: F401 - adds torch.npu
-        except ImportError:
-            return 0
+    if kind == "npu" and _npu_error() is not None:
+        return 0
     backend: Any = getattr(torch, kind)
     return int(backend.device_count()) if backend.is_available() else 0
+
+
+def _npu_error() -> Exception | None:
+    """Why torch has no Ascend NPUs, if that is because of torch_npu, which adds them when it is imported."""
+    try:
+        import torch_npu  # noqa: F401 - adds torch.npu
+    except (ImportError, OSError, RuntimeError) as error:  # of the libraries of CANN, which it loads
+        return error
+    return None
+
+
+def _without_npu() -> str:
+    """What to do about the lack of an NPU."""
+    if find_spec("torch_npu") is None:
+        return "For npu install torch_npu in the version of torch"
+    error = _npu_error()
+    if error is not None:
+        return f"torch_npu cannot be imported ({error}); source the set_env.sh of the CANN toolkit"
+    return "torch_npu finds no device; see npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+
+
+def collective_backend(device: torch.device) -> str:
+    """torch's name of the library through which processes with such devices exchange tensors."""
+    return _BACKENDS[device.type]
+
+
+def claim(device: torch.device) -> None:
+    """Make a device the one that this process uses where no other is named. To be called before tensors are on it."""
+    if _npu_error() is None:
+        # DeepSpeed takes an NPU wherever torch_npu is installed, at its first import, which may be by another library.
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if device.type == "cpu":
+        return
+    getattr(torch, device.type).set_device(device)
+    if device.type == "npu":
+        # Weights in the NPU's own formats could not be cut into parts or written as they are.
+        settings: Any = torch.npu.config  # type: ignore[attr-defined]
+        settings.allow_internal_format = False
+
+
+def has_double(device: torch.device) -> bool:
+    """Whether the device computes in float64 and with complex numbers. An Ascend NPU does neither."""
+    return device.type != "npu"
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """In which sums of many numbers are kept on a device: float64 where it has that."""
+    return torch.float64 if has_double(device) else torch.float32
+
+
+def tables_device(device: torch.device) -> torch.device:
+    """Where tables that are computed in float64 are made for a model on a device: there, or on the CPU."""
+    return device if has_double(device) else torch.device("cpu")
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The context in which a model computes in `dtype`; none for float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type to which autocast would cast a tensor: its own if that is off."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def memory_peak_bytes(device: torch.device) -> int:

@@ -194,7 +194,7 @@ def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
     import torch
 
     from flowshard.api import load_transformer
-    from flowshard.parallel.plan import apply_sequence_plan
+    from flowshard.parallel.plan import apply_plans
     from flowshard.parallel.sequence import SequenceGroup
     from flowshard.weights.load import load_modules
 
@@ -224,10 +224,9 @@ def _generate(checked: CheckedGeneration, processes: Processes) -> bool:
                 load_modules(model, modules)
             pipeline.load_lora_weights(str(lora.parent), weight_name=lora.name, **where)
     pipeline.to(device)
-    if checked.layout.sequence > 1:
-        group = SequenceGroup(checked.layout, device)
-        for model, *_ in transformers:
-            apply_sequence_plan(model, family.sequence_plan, group)
+    group = SequenceGroup(checked.layout, device) if checked.layout.sequence > 1 else None
+    for model, *_ in transformers:
+        apply_plans(model, family, group, device)
     sampling = checked.sampling
     inputs = read_inputs(
         family.inputs,

@@ -64,7 +64,9 @@ def cases(family: Family, config: Any, *, pictures: bool) -> dict[str, Callable[
                 sigma: torch.Tensor = sigma,
                 conditions: Tensors = conditions,
             ) -> torch.Tensor:
-                return family.denoise(model, noisy, sigma, conditions)
+                device = next(model.parameters()).device
+                moved = {name: one.to(device) for name, one in conditions.items()}
+                return family.denoise(model, noisy.to(device), sigma.to(device), moved)
 
             found[f"{'with pictures, ' if pictures else ''}{shape_name}, {prompts_name}"] = predict
     if family.name == "wan":
@@ -82,10 +84,11 @@ def _prompt(family: Family, config: Any, length: int) -> Tensors:
 
 def _per_token(model: Any) -> torch.Tensor:
     timestep = torch.tensor([700.0, 200.0])[:, None] * torch.linspace(0, 1, 18)
+    device = next(model.parameters()).device
     prediction: torch.Tensor = model(
-        hidden_states=draw(2, 16, 3, 4, 6, seed=1),
-        timestep=timestep,
-        encoder_hidden_states=draw(2, 5, model.config.text_dim, seed=2),
+        hidden_states=draw(2, 16, 3, 4, 6, seed=1).to(device),
+        timestep=timestep.to(device),
+        encoder_hidden_states=draw(2, 5, model.config.text_dim, seed=2).to(device),
         return_dict=False,
     )[0]
     return prediction
@@ -94,8 +97,9 @@ def _per_token(model: Any) -> torch.Tensor:
 def run(model: torch.nn.Module, predict: Callable[[torch.nn.Module], torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
     model.zero_grad()
     output = predict(model)
-    (output * draw(*output.shape, seed=3)).sum().backward()
-    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    (output * draw(*output.shape, seed=3).to(output.device)).sum().backward()
+    gradients = {name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return output.detach().cpu(), gradients
 
 
 def compare(family: Family, folder: Path, variant: str, *, pictures: bool) -> None:

@@ -19,6 +19,7 @@ from flowshard.parallel import kernels
 from flowshard.parallel.layout import Layout
 from flowshard.parallel.plan import GroupTokens
 from flowshard.parallel.sequence import SequenceGroup
+from tests.workers.npu import FAKES
 
 HEADS, SIZE, WIDTH, BATCH = 12, 8, 10, 2
 VIDEO, TEXT = (13, 16, 5), (1, 0, 6)
@@ -132,17 +133,18 @@ def main() -> None:
                     check(group, max(video, world), text, masked)
         for masked in (False, True):
             check(group, 13, 6, masked, torch.bfloat16)
-        with_fallback(partial(check, group, 13, 6, True))
-        with_fallback(partial(check, group, 13, 6, False))
+        for masked in (False, True):
+            with_kernel("plain", partial(check, group, 13, 6, masked))
+            with_kernel("npu", partial(check, group, 13, 6, masked))
         if dist.get_rank() == 0:
             sys.stdout.write(f"ulysses {ulysses} x ring {world // ulysses}\n")
     dist.destroy_process_group()
 
 
-def with_fallback(work: Callable[[], None]) -> None:
-    """With the attention for devices without a kernel of their own."""
+def with_kernel(name: str, work: Callable[[], None]) -> None:
+    """With the attention for another device."""
     chosen, block = kernels._kernel, kernels._QUERY_BLOCK
-    kernels._kernel, kernels._QUERY_BLOCK = lambda *_: "plain", 3
+    kernels._kernel, kernels._QUERY_BLOCK = lambda *_: name, 3
     try:
         work()
     finally:
@@ -152,4 +154,5 @@ def with_fallback(work: Callable[[], None]) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet_libraries()
+    sys.path.insert(0, str(FAKES))
     main()

@@ -400,6 +400,18 @@ class Family(ABC):
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """How the tokens of the stock transformer are divided among processes."""
 
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        """Keep float64 and complex numbers off an Ascend NPU, which has neither, and take its kernels.
+
+        Besides, the model's norms are done by a kernel and `sequence_plan` is put in place, on one process as well, so
+        that its processors take the place of the stock ones.
+
+        Args:
+            transformer: the stock one; its parameters may be on the meta device.
+            device: the NPU.
+        """
+        del transformer, device
+
     @abstractmethod
     def tokens(self, shape: torch.Size) -> int:
         """Image or video tokens of one sample whose latents, without batch, have that shape."""

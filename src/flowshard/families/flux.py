@@ -10,7 +10,7 @@ from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import FLUX_VAE, prompt_length
 from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
-from flowshard.families.rotary import rotate
+from flowshard.families.rotary import make_on_cpu, rotate
 from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
@@ -143,12 +143,15 @@ class Flux(JointFamily):
     ) -> torch.Tensor:
         import torch
 
+        from flowshard.device import tables_device
+
         images = grids(noisy, conditions)
         text = conditions["prompt_embeds"]
+        device = tables_device(noisy.device)
 
         def places(index: int, image: torch.Tensor) -> torch.Tensor:
-            axes = [torch.arange(size, device=noisy.device, dtype=torch.float32) for size in image.shape[2:]]
-            return torch.cartesian_prod(torch.full((1,), float(index), device=noisy.device), *axes)
+            axes = [torch.arange(size, device=device, dtype=torch.float32) for size in image.shape[2:]]
+            return torch.cartesian_prod(torch.full((1,), float(index), device=device), *axes)
 
         prediction = transformer(
             hidden_states=join_grids(images),
@@ -157,7 +160,7 @@ class Flux(JointFamily):
             timestep=sigma,
             guidance=conditions.get("guidance"),
             img_ids=torch.cat([places(index, image) for index, image in enumerate(images)]),
-            txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device),
+            txt_ids=torch.zeros(text.shape[1], 3, device=device),
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
@@ -165,6 +168,9 @@ class Flux(JointFamily):
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Split all that the model gets, so that each process embeds its own tokens only; gather the projections."""
         return plan_of_two_streams(self, transformer, tokens)
+
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        make_on_cpu(transformer.get_submodule("pos_embed"), device)
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         return self.sample_flux(pipeline, arguments)

@@ -14,6 +14,7 @@ from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import prompt_length
 from flowshard.families.joint import REFERENCE, JointFamily, grids, join_grids, stack_references, to_grid
+from flowshard.families.rotary import make_on_cpu
 from flowshard.families.sequence import SequencePlan, Tokens
 
 if TYPE_CHECKING:
@@ -171,12 +172,15 @@ class Flux2(JointFamily):
     ) -> torch.Tensor:
         import torch
 
+        from flowshard.device import tables_device
+
         images = grids(noisy, conditions)
         text = conditions["prompt_embeds"]
+        device = tables_device(noisy.device)
 
         def places(first: int, rows: int, columns: int, length: int) -> torch.Tensor:
-            axes = [torch.arange(size, device=noisy.device) for size in (rows, columns, length)]
-            whole = torch.cartesian_prod(torch.full((1,), first, device=noisy.device), *axes)
+            axes = [torch.arange(size, device=device) for size in (rows, columns, length)]
+            whole = torch.cartesian_prod(torch.full((1,), first, device=device), *axes)
             return whole.expand(len(noisy), -1, -1)
 
         firsts = [0, *(_FIRST_REFERENCE + index * _BETWEEN_REFERENCES for index in range(len(images) - 1))]
@@ -199,6 +203,9 @@ class Flux2(JointFamily):
         plan = plan_of_two_streams(self, transformer, tokens)
         parallel = {name: ParallelAttention(tokens) for name in plan.processors if name.startswith("single_")}
         return replace(plan, processors={**plan.processors, **parallel})
+
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        make_on_cpu(transformer.get_submodule("pos_embed"), device)
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         pipeline.vae.to(pipeline.transformer.dtype)  # the pipeline does not convert what it decodes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.image_files import count_blocks, parts
 from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
-from flowshard.families.rotary import rotate_complex
+from flowshard.families.rotary import make_on_cpu, rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
 
@@ -184,6 +184,9 @@ class QwenImage(JointFamily):
                 for index in range(len(self.blocks(transformer)))
             },
         )
+
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        make_on_cpu(transformer.get_submodule("pos_embed"), device)
 
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         return self.sample(

@@ -221,6 +221,15 @@ class Wan(Family):
             },
         )
 
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        from flowshard import npu
+
+        del device  # the rotary tables are real ones, made on the CPU by the constructor
+        for blocks in self.block_lists:
+            for block in getattr(transformer, blocks):
+                if npu.is_stock(block.attn2):
+                    block.attn2.set_processor(CrossAttention())
+
     def tokens(self, shape: torch.Size) -> int:
         _, frames, height, width = shape
         return frames * (height // PATCH) * (width // PATCH)
@@ -275,6 +284,39 @@ class SelfAttention:
         query, key, value = (t.unflatten(2, (attn.heads, -1)) for t in (query, key, attn.to_v(hidden_states)))
         query, key = rotate(query, *rotary_emb), rotate(key, *rotary_emb)
         result = self._tokens.attention(query, key, value, streams=("video",)).flatten(2).type_as(query)
+        for layer in attn.to_out:
+            result = layer(result)
+        return result
+
+
+class CrossAttention:
+    """The attention of a block to the text and, in models that take a picture, to what the image encoder saw in it."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """What diffusers asks of a processor. The last `TEXT_TOKENS` of the other states are the text."""
+        from flowshard import npu
+
+        assert encoder_hidden_states is not None and attention_mask is None and rotary_emb is None  # noqa: S101
+
+        def heads(states: torch.Tensor) -> torch.Tensor:
+            return states.unflatten(2, (attn.heads, -1))
+
+        text = encoder_hidden_states
+        query = heads(attn.norm_q(attn.to_q(hidden_states)))
+        if attn.add_k_proj is not None:
+            picture, text = text[:, :-TEXT_TOKENS], text[:, -TEXT_TOKENS:]
+        result = npu.attention(query, heads(attn.norm_k(attn.to_k(text))), heads(attn.to_v(text))).type_as(query)
+        if attn.add_k_proj is not None:
+            key, value = heads(attn.norm_added_k(attn.add_k_proj(picture))), heads(attn.add_v_proj(picture))
+            result = result + npu.attention(query, key, value).type_as(query)
+        result = result.flatten(2)
         for layer in attn.to_out:
             result = layer(result)
         return result

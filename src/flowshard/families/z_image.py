@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flowshard.families.base import Sampling, Variant
 from flowshard.families.image_files import VAE_FILE, count_blocks, parts
 from flowshard.families.images import FLUX_VAE, ImageFamily
-from flowshard.families.rotary import rotate_complex
+from flowshard.families.rotary import real_tables, rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.weights.names import Vocabulary
 
@@ -193,6 +193,11 @@ class ZImage(ImageFamily):
             outputs[last or f"{blocks}.{count - 1}"] = partial(tokens.gather, dim=1, stream=stream, summed=last is None)
         return SequencePlan(inputs=inputs, outputs=outputs, processors=processors)
 
+    def prepare_for_npu(self, transformer: torch.nn.Module, device: torch.device) -> None:
+        del device  # it follows from the positions, which the model makes itself
+        model: Any = transformer
+        model.rope_embedder = RealTables(model.rope_embedder)
+
     def generate(self, pipeline: Any, **arguments: Any) -> np.ndarray:
         return self.sample(
             pipeline,
@@ -232,6 +237,26 @@ class ZImage(ImageFamily):
         )
 
 
+class RealTables:
+    """The model's maker of rotary tables, with tables that a device without complex numbers can hold."""
+
+    def __init__(self, stock: Any) -> None:
+        """In the place of the stock one."""
+        self._stock = stock
+        self._tables: list[torch.Tensor] = []
+        """For each axis, of all positions."""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """From positions, (tokens, axes), to what `real_tables` gives, on the device of the positions."""
+        import torch
+
+        if not self._tables or self._tables[0].device != ids.device:
+            stock = self._stock
+            whole = stock.precompute_freqs_cis(stock.axes_dims, stock.axes_lens, theta=stock.theta)
+            self._tables = [real_tables(axis).to(ids.device) for axis in whole]
+        return torch.cat([table[ids[:, axis]] for axis, table in enumerate(self._tables)], dim=-1)
+
+
 class SingleAttention:
     """Self-attention over the tokens of one stream, wherever they are."""
 
@@ -255,7 +280,7 @@ class SingleAttention:
             hidden_states: own tokens, (batch, tokens, width).
             encoder_hidden_states: the model has no cross-attention.
             attention_mask: of the whole stream, (batch, tokens), True for tokens that count.
-            freqs_cis: rotary tables of own tokens, complex.
+            freqs_cis: rotary tables of own tokens; see `rotate_complex`.
         """
         assert encoder_hidden_states is None and freqs_cis is not None  # noqa: S101
         query, key, value = (

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from flowshard import npu
+
 Tensor = torch.Tensor
 _aten: Any = torch.ops.aten
 _QUERY_BLOCK = 1024
@@ -55,6 +57,8 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
             query, key, value, _expanded(bias, query, key), True
         )
         return output, lse[..., : query.shape[2]]
+    if kernel == "npu":
+        return npu.attention_forward(query, key, value, bias)
     return _plain_forward(query, key, value, bias)
 
 
@@ -73,6 +77,8 @@ def attention_backward(
         bias: of this part's keys.
     """
     kernel = _kernel(query, bias)
+    if kernel == "npu":
+        return npu.attention_backward(gradient, query, key, value, output, lse, bias)
     if kernel == "cpu":
         result = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, output, lse, 0.0, False, attn_mask=bias
@@ -114,7 +120,7 @@ def _kernel(query: Tensor, bias: Tensor | None) -> str:
     if kind == "cuda":
         flash = bias is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256
         return "flash" if flash else "efficient"
-    return "plain"
+    return "npu" if kind == "npu" and npu.has_attention() else "plain"
 
 
 def _expanded(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

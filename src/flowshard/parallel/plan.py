@@ -1,11 +1,15 @@
 """Applies a family's plan of sequence parallelism to its stock model, through hooks and attention processors."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from flowshard import npu
+from flowshard.device import compute_dtype
+from flowshard.families.base import Family
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.parallel.operators import gather_tokens, sequence_attention
 from flowshard.parallel.sequence import SequenceGroup
@@ -55,8 +59,7 @@ class GroupTokens:
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention over all processes, in autocast's type if it is on, else in the type of the values."""
-        device = value.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        dtype = compute_dtype(value)
         sizes = [sum(parts) for parts in zip(*(self.sizes(stream) for stream in streams), strict=True)]
         if mask is not None:
             mask = self._in_order_of_processes(mask, streams)
@@ -70,6 +73,61 @@ class GroupTokens:
             stream_mask.split(self.sizes(stream), dim=1) for stream, stream_mask in zip(streams, whole, strict=True)
         ]
         return torch.cat([part for process in zip(*parts, strict=True) for part in process], dim=1)
+
+
+class WholeTokens:
+    """The tokens of the streams of a model that are all on this process; see `families.sequence.Tokens`."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+
+    def split(self, whole: torch.Tensor, dim: int, *, stream: str) -> torch.Tensor:
+        """All of them."""
+        self._lengths[stream] = whole.shape[dim]
+        return whole
+
+    def gather(self, part: torch.Tensor, dim: int, *, stream: str, summed: bool = False) -> torch.Tensor:
+        """The stream as it is."""
+        del dim, stream, summed
+        return part
+
+    def length(self, stream: str) -> int:
+        """Tokens of a stream."""
+        return self._lengths[stream]
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        streams: tuple[str, ...],
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention by the NPU's kernel, else by torch."""
+        del streams
+        return npu.attention(query, key, value, mask)
+
+
+def apply_plans(model: torch.nn.Module, family: Family, group: SequenceGroup | None, device: torch.device) -> None:
+    """Change a model for the device and for the processes that it will run on.
+
+    Args:
+        model: the diffusers model; its parameters may be on the meta device.
+        family: of the model.
+        group: that shares the tokens of a sample, if there is one.
+        device: of this process.
+    """
+    if device.type == "npu":
+        npu.fuse_norms(model)
+        family.prepare_for_npu(model, device)
+    if group is not None:
+        apply_sequence_plan(model, family.sequence_plan, group)
+    elif device.type == "npu":
+        tokens = WholeTokens()
+        plan = family.sequence_plan(model, tokens)
+        stock = {name: one for name, one in plan.processors.items() if npu.is_stock(model.get_submodule(name))}
+        install_plan(model, dataclasses.replace(plan, processors=stock), tokens)
 
 
 def apply_sequence_plan(

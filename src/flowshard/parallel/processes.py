@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 
-from flowshard.device import resolve_device
+from flowshard.device import claim, collective_backend, resolve_device
 from flowshard.errors import RunError, UserError
 from flowshard.parallel.layout import Layout
 
 dist: Any = torch.distributed
 """Typed loosely, as torch does not declare what it exports here."""
 _POLL_SECONDS = 0.2
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 T = TypeVar("T")
 
 
@@ -42,6 +41,7 @@ class Processes:
             device_name = kind if kind == "cpu" else f"{kind}:{layout.local_rank}"
         self.layout = layout
         self.device = resolve_device(device_name)
+        claim(self.device)
         self._store: Any = None
         self._watch: threading.Thread | None = None
         self._ended = threading.Event()
@@ -49,8 +49,6 @@ class Processes:
         if layout.world == 1 and layout.strategy == "single":
             return
         os.environ.setdefault("LOCAL_RANK", str(layout.local_rank))  # DeepSpeed reads it
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).set_device(self.device)
         timeout = timedelta(minutes=timeout_minutes)
         if layout.world == 1:  # a sharding strategy on one process, started without a launcher
             store: Any = dist.HashStore()
@@ -59,7 +57,7 @@ class Processes:
         # torchrun may keep its store when it restarts the group, and with it what the last one wrote there.
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
-            _BACKENDS[self.device.type],
+            collective_backend(self.device),
             store=dist.PrefixStore("collectives", store),
             rank=layout.rank,
             world_size=layout.world,

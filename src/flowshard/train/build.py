@@ -1,7 +1,6 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,11 +8,13 @@ from typing import Any
 import torch
 
 from flowshard.config import ActivationPolicy
+from flowshard.device import autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
+from flowshard.memory.flops import CPU
 from flowshard.objective.flow import add_noise, sample_losses
-from flowshard.parallel.plan import apply_sequence_plan
+from flowshard.parallel.plan import apply_plans
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.patterns import select
@@ -49,15 +50,18 @@ def build_on_meta(
     inputs: RunInputs,
     sequence: SequenceGroup | None = None,
     *,
+    device: torch.device = CPU,
     measure: Callable[[torch.nn.Module], None] | None = None,
 ) -> Build:
     """The transformer with adapters, sequence plan and activation policies; no weight has been read.
 
-    Order: build, the user's extension, adapters, what is trained, types, sequence plan, activation policies.
+    Order: build, the user's extension, adapters, what is trained, types, what the device needs, sequence plan, activation
+    policies.
 
     Args:
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
+        device: that the model will be on.
         measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
 
     Raises:
@@ -82,8 +86,7 @@ def build_on_meta(
         compute_in_float32(model)
     if measure is not None:
         measure(model)
-    if sequence is not None:
-        apply_sequence_plan(model, inputs.family.sequence_plan, sequence)
+    apply_plans(model, inputs.family, sequence, device)
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
@@ -184,8 +187,7 @@ def sample_loss_function(family: Family, *, dtype: torch.dtype, device: torch.de
         clean, noise, sigma, _ = (tensors.pop(name) for name in ("latents", "noise", "sigma", "weight"))
         noisy = add_noise(clean, noise, sigma).to(dtype)
         conditions = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        mixed = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
-        with mixed:
+        with autocast(device, dtype):
             prediction = family.denoise(model, noisy, sigma, conditions)
         learned = (family.learned(tensor, conditions) for tensor in (prediction, clean, noise))
         return sample_losses(*learned)

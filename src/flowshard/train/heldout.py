@@ -3,6 +3,7 @@
 import torch
 
 from flowshard.data.dataset import Dataset
+from flowshard.device import sum_dtype
 from flowshard.objective.grids import Levels
 from flowshard.objective.randomness import generator
 from flowshard.parallel.processes import Processes
@@ -57,7 +58,7 @@ class HeldOut:
             strategy: that holds the weights.
         """
         layout, device = self._processes.layout, self._processes.device
-        total = torch.zeros(1, dtype=torch.float64, device=device)
+        total = torch.zeros(1, dtype=sum_dtype(device), device=device)
         bins = SigmaBins(device)
         count = self._sigmas.numel()
         with strategy.evaluation() as model, torch.no_grad():
@@ -67,7 +68,7 @@ class HeldOut:
                 batch = self._batch(*divmod(min(place, count - 1), DRAWS))
                 losses = self._losses_of(model, batch.tensors())
                 if place < count:
-                    total += (losses.double() * batch.weight.to(device)).sum() / layout.sequence
+                    total += (losses.to(total.dtype) * batch.weight.to(device)).sum() / layout.sequence
                     bins.add(losses, batch.sigma, 1 / layout.sequence)
         values = self._processes.sum(torch.cat([total, bins.slots()])).tolist()
         return HeldOutLoss(step, finite(values[0] / count), SigmaBins.means(values[1:]))

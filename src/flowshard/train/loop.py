@@ -93,7 +93,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         )
     largest = batches.largest_micro_batch()
     flops = FlopMeter(inputs, largest, processes)
-    build = build_on_meta(inputs, sequence, measure=flops.count)
+    build = build_on_meta(inputs, sequence, device=device, measure=flops.count)
     build.new = observer.new_weights(build.new)
     checkpoint = inputs.checkpoint
     reader = None if checkpoint is None else StateReader(checkpoint, () if config.train.ema else (AVERAGE,))

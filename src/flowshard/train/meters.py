@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flowshard.device import memory_peak_bytes, peak_flops
+from flowshard.device import memory_peak_bytes, peak_flops, sum_dtype
 from flowshard.families.base import Family
 from flowshard.memory.flops import CPU, count_flops
 from flowshard.parallel.processes import Processes
@@ -37,8 +37,8 @@ class SigmaBins:
     """Means of losses by sigma, added up on the device without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(SIGMA_BINS, dtype=torch.float64, device=device)
-        self._counts = torch.zeros(SIGMA_BINS, dtype=torch.float64)
+        self._sums = torch.zeros(SIGMA_BINS, dtype=sum_dtype(device), device=device)
+        self._counts = torch.zeros(SIGMA_BINS, dtype=sum_dtype(device))
 
     def add(self, losses: torch.Tensor, sigma: torch.Tensor, share: float = 1.0) -> None:
         """Add the losses of samples.
@@ -53,10 +53,10 @@ class SigmaBins:
         self._counts += share * members.sum(dim=0)
         own = members.to(losses.device, non_blocking=True)
         # Chosen rather than multiplied, so that a loss that is no number stays in its own bin.
-        self._sums += share * torch.where(own, losses.detach().double()[:, None], 0.0).sum(dim=0)
+        self._sums += share * torch.where(own, losses.detach().to(self._sums.dtype)[:, None], 0.0).sum(dim=0)
 
     def slots(self) -> torch.Tensor:
-        """Sums and counts, for a sum over the processes: float64 of shape (2 * SIGMA_BINS,)."""
+        """Sums and counts, for a sum over the processes: of shape (2 * SIGMA_BINS,)."""
         return torch.cat([self._sums, self._counts.to(self._sums.device)])
 
     @staticmethod
@@ -74,7 +74,7 @@ class StepTotals:
         self._processes = processes
         self._layout = processes.layout
         self._per_rank = per_rank
-        self._loss = torch.zeros(1, dtype=torch.float64, device=processes.device)
+        self._loss = torch.zeros(1, dtype=sum_dtype(processes.device), device=processes.device)
         self._bins = SigmaBins(processes.device)
         self._tokens = 0.0
 
@@ -99,11 +99,12 @@ class StepTotals:
             stopping: whether this process was asked to stop.
         """
         layout, device = self._layout, self._processes.device
-        memory = torch.zeros(layout.world, dtype=torch.float64)
+        dtype = sum_dtype(device)
+        memory = torch.zeros(layout.world, dtype=dtype)
         memory[layout.rank] = memory_peak_bytes(device)
-        ranks = torch.zeros(layout.data_parallel, dtype=torch.float64, device=device)
+        ranks = torch.zeros(layout.data_parallel, dtype=dtype, device=device)
         ranks[layout.rank // layout.sequence] += self._loss[0] / layout.sequence
-        own = torch.tensor([self._tokens, float(stopping)], dtype=torch.float64)
+        own = torch.tensor([self._tokens, float(stopping)], dtype=dtype)
         parts = [self._loss / layout.world, ranks, self._bins.slots(), torch.cat([own, memory]).to(device)]
         values = self._processes.sum(torch.cat(parts)).tolist()
         sizes = [1, layout.data_parallel, 2 * SIGMA_BINS, 2, layout.world]

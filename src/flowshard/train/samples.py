@@ -6,7 +6,6 @@ in each forward pass; the main one writes the files. Nothing that training draws
 
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from flowshard.data.media import read_inputs, write_video
+from flowshard.device import autocast
 from flowshard.errors import RunError
 from flowshard.families.base import Inputs
 from flowshard.parallel.processes import Processes
@@ -155,8 +155,7 @@ class _Transformer:
         """In which the pipeline passes latents and embeddings; weights that are trained have another."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mixed = nullcontext() if self.dtype == torch.float32 else torch.autocast(self._device.type, dtype=self.dtype)
-        with mixed:
+        with autocast(self._device, self.dtype):
             return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,11 +2,13 @@
 
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from flowshard.errors import UserError
 from flowshard.parallel.strategies.base import (
     GroupSettings,
     LearningRates,
@@ -31,6 +33,9 @@ class DeepSpeed(Strategy):
             clip_norm: largest gradient norm, or None; the engine has it from its config.
             loss_scale: of the run.
             config: from `deepspeed_config`.
+
+        Raises:
+            UserError: the environment asks DeepSpeed for another kind of device.
         """
         super().__init__(device, clip_norm=clip_norm, loss_scale=loss_scale)
         self._config = config
@@ -38,6 +43,7 @@ class DeepSpeed(Strategy):
         self._waiting: dict[int, torch.Tensor] = {}
         """Values of the parameters of the unit that is being filled, by the parameter's id."""
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        _check_accelerator(device)
         if device.type == "cpu":
             _skip_shared_memory_build()
         import deepspeed
@@ -223,6 +229,17 @@ def _link_optimizer_state(optimizer: Any) -> None:
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _check_accelerator(device: torch.device) -> None:
+    """Refuse an environment in which DeepSpeed would not work on the run's kind of device."""
+    asked = os.environ.get("DS_ACCELERATOR", device.type)
+    if asked != device.type:
+        raise UserError(f"DS_ACCELERATOR: is {asked!r} in the environment, and the run is on {device}; unset it")
+    if device.type == "npu" and "ASCEND_HOME_PATH" not in os.environ:
+        raise UserError(
+            "ASCEND_HOME_PATH: is not set, and DeepSpeed needs it; source the set_env.sh of the CANN toolkit"
+        )
 
 
 def _skip_shared_memory_build() -> None:

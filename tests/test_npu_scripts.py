@@ -1,0 +1,124 @@
+"""The scripts for Ascend NPUs under DiffSynth-Studio's names: what each starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+
+NAMES = {
+    "wanvideo": ("Wan2.1-T2V-14B", "Wan2.2-T2V-A14B", "Wan2.2-VACE-Fun-A14B"),
+    "qwen_image": ("Qwen-Image-LoRA", "Qwen-Image-Edit-2509-LoRA", "Qwen-Image-Edit-2509"),
+    "flux": ("FLUX.1-dev", "FLUX.1-Kontext-dev"),
+    "flux2": ("FLUX.2-dev-Lora", "FLUX.2-klein-9B"),
+    "z_image": ("Z-Image-Turbo",),
+}
+"""Of the scripts in https://github.com/modelscope/DiffSynth-Studio, examples/*/model_training/special/npu_training."""
+FLAGS = {"find_unused_parameters", "initialize_model_on_cpu", "use_gradient_checkpointing", "enable_npu_patch"} | {
+    "use_gradient_checkpointing_offload"
+}
+"""Their options without a value."""
+VALUES = {
+    "data_file_keys",
+    "dataset_base_path",
+    "dataset_metadata_path",
+    "dataset_num_workers",
+    "dataset_repeat",
+    "extra_inputs",
+    "height",
+    "learning_rate",
+    "lora_base_model",
+    "lora_rank",
+    "lora_target_modules",
+    "max_pixels",
+    "max_timestep_boundary",
+    "min_timestep_boundary",
+    "model_id_with_origin_paths",
+    "num_epochs",
+    "num_frames",
+    "output_path",
+    "remove_prefix_in_ckpt",
+    "task",
+    "tokenizer_path",
+    "trainable_models",
+    "width",
+}
+"""Their options with one, of those that the scripts use."""
+SPLIT = ("Qwen-Image-LoRA", "Qwen-Image-Edit-2509-LoRA", "FLUX.2-dev-Lora")
+"""Scripts that encode all samples first."""
+TWO = ("Wan2.2-T2V-A14B", "Wan2.2-VACE-Fun-A14B")
+"""Scripts that train two transformers."""
+RECORDER = """#!{python}
+import json, os, sys
+with open(os.environ["RECORDED"], "a") as stream:
+    stream.write(json.dumps([os.path.basename(sys.argv[0]), os.environ["CPU_AFFINITY_CONF"], *sys.argv[1:]]) + "\\n")
+"""
+SCRIPTS = [(folder, name) for folder, names in NAMES.items() for name in names]
+
+
+def _calls(script: Path, folder: Path, *options: str) -> list[list[str]]:
+    """What a script runs, with programs that only note it in the place of `accelerate` and `modelscope`."""
+    for program in ("accelerate", "modelscope"):
+        (folder / program).write_text(RECORDER.format(python=sys.executable), encoding="utf-8")
+        (folder / program).chmod(0o755)
+    record = folder / "calls.jsonl"
+    variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORDED": str(record)}
+    subprocess.run(["bash", str(script), *options], cwd=REPOSITORY, env=variables, check=True)
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
+
+def _options(arguments: list[str]) -> dict[str, str | None]:
+    """The options of a training script; fails for one that is not DiffSynth-Studio's."""
+    found: dict[str, str | None] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        name = argument.removeprefix("--")
+        assert argument.startswith("--") and name in FLAGS | VALUES, argument
+        found[name] = next(rest) if name in VALUES else None
+    return found
+
+
+def test_the_scripts_have_their_names() -> None:
+    found = {
+        folder: {file.name for file in (REPOSITORY / "examples" / folder).glob("model_training/special/npu_training/*")}
+        for folder in NAMES
+    }
+    assert found == {folder: {f"{name}-NPU.sh" for name in names} for folder, names in NAMES.items()}
+
+
+@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
+def test_script_starts_training(folder: str, name: str, tmp_path: Path) -> None:
+    script = REPOSITORY / "examples" / folder / "model_training" / "special" / "npu_training" / f"{name}-NPU.sh"
+    assert os.access(script, os.X_OK)
+    download, *started = _calls(script, tmp_path, "--num_epochs", "7")
+    assert download[:5] == ["modelscope", "1", "download", "--dataset", "DiffSynth-Studio/diffsynth_example_dataset"]
+    assert len(started) == 1 + (name in SPLIT or name in TWO)
+    every = []
+    for number, (program, affinity, command, *arguments) in enumerate(started):
+        assert (program, affinity, command) == ("accelerate", "1", "launch")
+        place = arguments.index(f"examples/{folder}/model_training/train.py")
+        launcher, options = arguments[:place], _options(arguments[place + 1 :])
+        every.append(options)
+        assert options["num_epochs"] == "7", "options that are given to the script count"
+        alone = (name.startswith("Qwen") and "lora_rank" in options) or options.get("task") == "sft:data_process"
+        assert bool(launcher) != alone, "whatever is trained whole, or is larger than one device, takes ZeRO-3"
+        if launcher:
+            option, file = launcher
+            assert option == "--config_file"
+            settings = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
+            assert settings["deepspeed_config"]["zero_stage"] == 3
+        assert [key in options for key in ("lora_base_model", "trainable_models")] == [name in SPLIT, name not in SPLIT]
+        models = str(options["model_id_with_origin_paths"]).split(",")
+        assert all(model.count("/") >= 1 and model.count(":") == 1 for model in models)
+        if name in SPLIT:
+            assert options["task"] == ("sft:data_process", "sft:train")[number]
+    if name in SPLIT:
+        assert every[1]["dataset_base_path"] == every[0]["output_path"]
+    if name in TWO:
+        assert every[0]["max_timestep_boundary"] == every[1]["min_timestep_boundary"]
+    assert len({options["output_path"] for options in every}) == len(every)
