@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from flowshard.compat.arguments import parse
+from flowshard.compat.options import SCRIPTS
 from tests.conftest import REPOSITORY
 
 NAMES = {
@@ -19,36 +22,6 @@ NAMES = {
     "z_image": ("Z-Image-Turbo",),
 }
 """Of the scripts in https://github.com/modelscope/DiffSynth-Studio, examples/*/model_training/special/npu_training."""
-FLAGS = {"find_unused_parameters", "initialize_model_on_cpu", "use_gradient_checkpointing", "enable_npu_patch"} | {
-    "use_gradient_checkpointing_offload"
-}
-"""Their options without a value."""
-VALUES = {
-    "data_file_keys",
-    "dataset_base_path",
-    "dataset_metadata_path",
-    "dataset_num_workers",
-    "dataset_repeat",
-    "extra_inputs",
-    "height",
-    "learning_rate",
-    "lora_base_model",
-    "lora_rank",
-    "lora_target_modules",
-    "max_pixels",
-    "max_timestep_boundary",
-    "min_timestep_boundary",
-    "model_id_with_origin_paths",
-    "num_epochs",
-    "num_frames",
-    "output_path",
-    "remove_prefix_in_ckpt",
-    "task",
-    "tokenizer_path",
-    "trainable_models",
-    "width",
-}
-"""Their options with one, of those that the scripts use."""
 SPLIT = ("Qwen-Image-LoRA", "Qwen-Image-Edit-2509-LoRA", "FLUX.2-dev-Lora")
 """Scripts that encode all samples first."""
 TWO = ("Wan2.2-T2V-A14B", "Wan2.2-VACE-Fun-A14B")
@@ -58,7 +31,7 @@ import json, os, sys
 with open(os.environ["RECORDED"], "a") as stream:
     stream.write(json.dumps([os.path.basename(sys.argv[0]), os.environ["CPU_AFFINITY_CONF"], *sys.argv[1:]]) + "\\n")
 """
-SCRIPTS = [(folder, name) for folder, names in NAMES.items() for name in names]
+CASES = [(folder, name) for folder, names in NAMES.items() for name in names]
 
 
 def _calls(script: Path, folder: Path, *options: str) -> list[list[str]]:
@@ -72,15 +45,11 @@ def _calls(script: Path, folder: Path, *options: str) -> list[list[str]]:
     return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
-def _options(arguments: list[str]) -> dict[str, str | None]:
-    """The options of a training script; fails for one that is not DiffSynth-Studio's."""
-    found: dict[str, str | None] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        name = argument.removeprefix("--")
-        assert argument.startswith("--") and name in FLAGS | VALUES, argument
-        found[name] = next(rest) if name in VALUES else None
-    return found
+def _options(folder: str, arguments: list[str]) -> dict[str, Any]:
+    """The options that are given to a training script, by name; what is not honoured fails."""
+    script = next(script for script in SCRIPTS.values() if script.folder == folder)
+    options = parse(script, arguments)
+    return {name: options[name] for name in options.given}
 
 
 def test_the_scripts_have_their_names() -> None:
@@ -91,7 +60,7 @@ def test_the_scripts_have_their_names() -> None:
     assert found == {folder: {f"{name}-NPU.sh" for name in names} for folder, names in NAMES.items()}
 
 
-@pytest.mark.parametrize(("folder", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])
+@pytest.mark.parametrize(("folder", "name"), CASES, ids=[name for _, name in CASES])
 def test_script_starts_training(folder: str, name: str, tmp_path: Path) -> None:
     script = REPOSITORY / "examples" / folder / "model_training" / "special" / "npu_training" / f"{name}-NPU.sh"
     assert os.access(script, os.X_OK)
@@ -102,9 +71,9 @@ def test_script_starts_training(folder: str, name: str, tmp_path: Path) -> None:
     for number, (program, affinity, command, *arguments) in enumerate(started):
         assert (program, affinity, command) == ("accelerate", "1", "launch")
         place = arguments.index(f"examples/{folder}/model_training/train.py")
-        launcher, options = arguments[:place], _options(arguments[place + 1 :])
+        launcher, options = arguments[:place], _options(folder, arguments[place + 1 :])
         every.append(options)
-        assert options["num_epochs"] == "7", "options that are given to the script count"
+        assert options["num_epochs"] == 7, "options that are given to the script count"
         alone = (name.startswith("Qwen") and "lora_rank" in options) or options.get("task") == "sft:data_process"
         assert bool(launcher) != alone, "whatever is trained whole, or is larger than one device, takes ZeRO-3"
         if launcher:
