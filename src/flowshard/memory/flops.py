@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from flowshard.memory.fakes import fake_call, forgetting
 
@@ -35,6 +36,48 @@ def count_flops(
         with mode, counter:
             call().backward()
     return int(counter.get_total_flops())
+
+
+class FlopTotal(TorchDispatchMode):
+    """Adds up the operations of all that runs while it is active, as `count_flops` counts them, with what is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = getattr(func, "_overloadpacket", None)
+        name = str(packet)
+        if packet in _ATTENTION:
+            self.total += _ATTENTION[packet](*_shapes(args), **kwargs)
+        elif name in _SEQUENCE:
+            self.total += _SEQUENCE[name](*args)
+        elif packet in flop_registry:
+            self.total += flop_registry[packet](*args, **kwargs, out_val=result)
+        return result
+
+
+def _shapes(args: Sequence[Any]) -> list[Any]:
+    return [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+def _sequence(query: torch.Tensor, *rest: Any) -> int:
+    """Own queries, (batch, tokens, heads, head size), to the keys of all processes; how many each has comes last."""
+    batch, own, heads, size = query.shape
+    return 4 * batch * heads * own * sum(rest[-1]) * size
+
+
+def _sequence_backward(gradient: torch.Tensor, *rest: Any) -> int:
+    return 2 * _sequence(gradient, *rest)
+
+
+_SEQUENCE = {
+    "flowshard.sequence_attention": _sequence,
+    "flowshard.sequence_attention_backward": _sequence_backward,
+}
+"""By name, as the operators need a group of processes."""
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.parallel.operators import gather_tokens, sequence_attention
-from flowshard.parallel.sequence import SequenceGroup
+from flowshard.parallel.sequence import GroupShape
 
 
 def part_sizes(length: int, degree: int) -> list[int]:
@@ -23,7 +23,7 @@ class GroupTokens:
     How long a stream is, is noted where it is split and stays noted, as blocks may run again in the backward pass.
     """
 
-    def __init__(self, group: SequenceGroup) -> None:
+    def __init__(self, group: GroupShape) -> None:
         self._group = group
         self._lengths: dict[str, int] = {}
 
@@ -72,9 +72,7 @@ class GroupTokens:
         return torch.cat([part for process in zip(*parts, strict=True) for part in process], dim=1)
 
 
-def apply_sequence_plan(
-    model: Any, make_plan: Callable[[Any, GroupTokens], SequencePlan], group: SequenceGroup
-) -> None:
+def apply_sequence_plan(model: Any, make_plan: Callable[[Any, GroupTokens], SequencePlan], group: GroupShape) -> None:
     """Divide the tokens of a model over a group.
 
     Args:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flowshard.config import Config
 from flowshard.data.metadata import Metadata
@@ -63,6 +64,11 @@ class RunInputs:
     """Lines about what has changed since then."""
     sampling: SampleInputs | None
     """What is made during training."""
+
+    @property
+    def transformer_config(self) -> Mapping[str, Any]:
+        """The transformer's, in diffusers' terms."""
+        return self.source.config
 
 
 def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:

@@ -11,11 +11,11 @@ from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
-from flowshard.memory.estimate import estimate_memory
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
+from flowshard.plan.model import PlannedModel
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, data_digest, restore, write_training_state
@@ -100,14 +100,9 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         for line in inputs.changes:
             say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    memory = estimate_memory(
-        build.model,
-        loss_of,
-        largest.tensors(),
-        make_optimizer,
-        build.policies,
-        device,
-        remembering=inputs.family.remembering,
+    accelerator = device.type != "cpu"
+    memory = processes.on_main(
+        lambda: PlannedModel(inputs, build.model, largest.tensors(), accelerator=accelerator).estimate(layout)
     )
     writer = WeightsWriter(build.model, config)
     strategy = make_strategy(config, processes)

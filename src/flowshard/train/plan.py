@@ -29,7 +29,6 @@ def describe_plan(
     trained = sum(parameter.numel() for parameter in build.model.parameters() if parameter.requires_grad)
     tokens = inputs.family.tokens(latents)
     layout = inputs.layout
-    memory = memory.divided(layout)
     method = f"LoRA of rank {config.lora.rank} on {len(inputs.adapted)} layers" if inputs.adapted else "full training"
     if inputs.adapted and inputs.trained:
         method += f", {len(inputs.trained)} tensors in full"
@@ -61,8 +60,8 @@ def describe_plan(
         ),
         (
             "memory",
-            f"{_bytes(memory.total)} = parameters {_bytes(memory.parameters)} + gradients {_bytes(memory.gradients)} + "
-            f"optimizer {_bytes(memory.optimizer)} + activations {_bytes(memory.activations)}",
+            f"{_bytes(memory.peak)} at most, in the {memory.moment}: parameters {_bytes(memory.parameters)}, gradients "
+            f"{_bytes(memory.gradients)}, optimizer {_bytes(memory.optimizer)}, activations {_bytes(memory.activations)}, buffers {_bytes(memory.buffers)} peakbytes={memory.peak}",
         ),
     ]
     if inputs.guidance is not None:
