@@ -1,17 +1,21 @@
-"""The most bytes of tensors that are alive in a process during training, as torch's own allocator counts them.
+"""The most bytes of tensors that are alive in a process during training, found by looking at every storage there is.
 
     torchrun --nproc-per-node N -m tests.workers.memory CONFIG.yaml ...
 
-Prints a line of JSON for every config: the peak, of all processes, in the steps after the first.
+Prints a line of JSON for every config: the peak, of all processes, in the last step.
 """
 
+import gc
 import json
 import sys
-from dataclasses import dataclass
+import weakref
+from collections import Counter
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from flowshard.config_file import load_config
 from flowshard.libraries import quiet_libraries
@@ -21,47 +25,72 @@ from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
 from flowshard.train.observer import Observer
 
-_STEP = "flowshard test: a step is done"
 dist: Any = torch.distributed
+_SMALL = 4096
+"""Smaller storages are not looked at: there are thousands, and together they are nothing."""
 
 
-class Marker(Observer):
-    """Marks the end of each step in the record of the profiler."""
+class Storages(TorchDispatchMode):
+    """Knows every storage that an operator has returned, and adds up after each operator how large they are now.
+
+    Their size is asked again each time, as engines empty storages in place. Mapped files are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.at_peak: Counter[int] = Counter()
+        self._storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                local: Any = value.to_local() if isinstance(value, DTensor) else value
+                storage = local.untyped_storage()
+                if storage.device.type == "cpu" and storage.filename is None and storage.nbytes() >= _SMALL:
+                    self._storages[storage._cdata] = storage
+        live = sum(storage.nbytes() for storage in list(self._storages.values()))
+        if live > self.peak:
+            self.peak = live
+            self.at_peak = Counter(storage.nbytes() for storage in list(self._storages.values()))
+        return result
+
+
+class LastStep(Observer):
+    """Forgets the peak of the steps before the last."""
+
+    def __init__(self, storages: Storages, steps: int) -> None:
+        self._storages, self._steps = storages, steps
 
     def step_done(self, step: int, loss: float, gradient_norm: float, strategy: Strategy) -> None:
-        with record_function(_STEP):
-            pass
+        if step + 2 == self._steps:
+            self._storages.peak = 0
 
-
-def peaks(record: profile) -> list[int]:
-    """The peak of each step, of all that was allocated since the record began."""
-    assert record.profiler is not None and record.profiler.kineto_results is not None
-    events: list[Any] = [
-        event for event in record.profiler.kineto_results.events() if event.name() in ("[memory]", _STEP)
-    ]
-    live = peak = 0
-    found = []
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == _STEP:
-            found.append(peak)
-            peak = live
-        else:
-            live += event.nbytes()
-            peak = max(peak, live)
-    return found
+    def run_done(self, strategy: Strategy) -> None:
+        """Nothing more is looked at."""
 
 
 def main(files: list[str]) -> None:
     def work(processes: Processes) -> None:
         for file in files:
             inputs = check_inputs(load_config(file))
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-                train(inputs, processes.with_layout(inputs.layout), Marker())
-            first, *later = peaks(record)
-            assert first and later
+            gc.collect()
+            storages = Storages()
+            with storages:
+                train(inputs, processes.with_layout(inputs.layout), LastStep(storages, inputs.steps))
             gathered: list[Any] = [None] * inputs.layout.world
-            dist.all_gather_object(gathered, max(later))
+            dist.all_gather_object(gathered, storages.peak)
             processes.say(json.dumps({"config": file, "peak": max(gathered)}))
+            processes.say(
+                "TOP "
+                + str(
+                    [
+                        (round(k * v / 2**20, 2), k, v)
+                        for k, v in sorted(storages.at_peak.items(), key=lambda i: -i[0] * i[1])[:26]
+                    ]
+                )
+            )
 
     run_together(check_inputs(load_config(files[0])).layout, work, device_name="cpu")
 

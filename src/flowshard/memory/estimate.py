@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from flowshard.memory.sizes import MASTER, ModelSize, Size
-from flowshard.memory.timeline import Timeline
+from flowshard.memory.sizes import MASTER, ModelSize
+from flowshard.memory.timeline import Segment, Timeline
 from flowshard.parallel.strategies.base import OptimizerFactory
 
 
@@ -133,7 +133,7 @@ class _Engine:
         made = self.trained if again else 0
         for segment, live in self.timeline.walk():
             more = segment.peak if again else segment.joint_peak
-            yield _name(segment.block, segment.backward), live + more + made, 0
+            yield _name(segment), live + more + made, 0
             made += 0 if again else segment.gradients
 
     def estimate(self) -> MemoryEstimate:
@@ -159,9 +159,9 @@ class _Engine:
         return 0
 
 
-def _name(block: int | None, backward: bool) -> str:
-    direction = "backward" if backward else "forward"
-    return direction if block is None else f"{direction} of block {block}"
+def _name(segment: Segment) -> str:
+    direction = "backward" if segment.backward else "forward"
+    return f"{direction} pass" if segment.block is None else f"{direction} pass of block {segment.block}"
 
 
 class _DataParallel(_Engine):
@@ -170,40 +170,46 @@ class _DataParallel(_Engine):
     def passes(self) -> Iterator[tuple[str, int, int]]:
         outside = self.trained if self.engine.accumulation > 1 else 0
         for segment, live in self.timeline.walk():
-            yield _name(segment.block, segment.backward), live + segment.peak + self.trained + outside, outside
+            yield _name(segment), live + segment.peak + self.trained + outside, outside
 
 
 class _Zero(_Engine):
     """ZeRO-1: the optimizer's state is divided, with a copy of what it updates. Gradients go through a bucket."""
 
     @property
-    def state(self) -> int:
-        return 0 if self.engine.offload_optimizer else self.divided_state
+    def _divided(self) -> int:
+        return round((self.optimizer.state + MASTER) * self.part)
 
     @property
-    def divided_state(self) -> int:
-        return super().state + MASTER * self.part
+    def state(self) -> int:
+        return 0 if self.engine.offload_optimizer else self._divided
 
     @property
     def host(self) -> int:
-        return self.divided_state + MASTER * self.part if self.engine.offload_optimizer else 0
+        # The state, the gradient that it is updated with, and a copy of the parameters on their way back.
+        return self._divided + 2 * MASTER * self.part if self.engine.offload_optimizer else 0
 
     @property
     def bucket(self) -> int:
-        """Bytes of the buckets in which gradients are joined."""
-        elements = int(self.engine.zero.get("reduce_bucket_size", BUCKET))
+        """Bytes of the buckets in which gradients are joined; they are as large for few gradients."""
+        elements = int(self.engine.zero.get("reduce_bucket_size", _REDUCE_BUCKET))
         return MASTER * elements * (2 if self.engine.zero.get("overlap_comm") else 1)
 
+    @property
+    def divided_gradients(self) -> int:
+        """Bytes of the gradients that this process updates with."""
+        return 0 if self.engine.offload_optimizer else MASTER * self.part
+
     def update(self) -> int:
-        return 0 if self.engine.offload_optimizer else MASTER * (self.part + self._working(self.part, self.part))
+        """The gradients once more as one tensor, and what the optimizer computes."""
+        if self.engine.offload_optimizer:
+            return 0
+        return MASTER * (self.part + self._working(self.part, self.part)) - self.gradients + self.divided_gradients
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
-        made = self.trained if self.engine.accumulation > 1 else 0
-        for segment, live in self.timeline.walk():
-            bucket = self.bucket if segment.backward else 0
-            more = segment.peak if self.engine.accumulation > 1 else segment.joint_peak
-            yield _name(segment.block, segment.backward), live + more + made + bucket, bucket
-            made += segment.gradients if self.engine.accumulation == 1 else 0
+        for name, more, _ in super().passes():
+            bucket = self.bucket if name.startswith("backward") else 0
+            yield name, more + bucket, bucket
 
 
 class _Zero2(_Zero):
@@ -211,73 +217,108 @@ class _Zero2(_Zero):
 
     @property
     def gradients(self) -> int:
-        return MASTER * self.part
+        return self.divided_gradients
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
         for segment, live in self.timeline.walk():
             bucket = self.bucket if segment.backward else 0
-            yield _name(segment.block, segment.backward), live + segment.peak + self.gradients + bucket, bucket
+            yield _name(segment), live + segment.peak + self.gradients + bucket, bucket
 
 
-class _Zero3(_Zero):
-    """Parameters are divided as well."""
+class _Zero3(_Zero2):
+    """Parameters are divided as well, and gathered some time before they are used."""
 
     @property
     def parameters(self) -> int:
+        return 0 if self.engine.offload_parameters else self.divided_parameters
+
+    @property
+    def divided_parameters(self) -> int:
+        """Bytes of this process's part."""
         return -(-self.whole.bytes // self.engine.shard)
 
     @property
-    def divided_state(self) -> int:
-        return _Engine.state.fget(self)
-
-    @property
-    def gradients(self) -> int:
-        return MASTER * self.part
+    def host(self) -> int:
+        return super().host + (self.divided_parameters if self.engine.offload_parameters else 0)
 
     @property
     def always(self) -> int:
-        return self.bucket + self.gathered
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of whole parameters that are held at a time."""
-        live = int(self.engine.zero.get("stage3_max_live_parameters", 1e9))
-        return round(self.whole.bytes * min(1.0, live / self.whole.elements))
+        return self.bucket
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
+        zero, whole = self.engine.zero, self.whole
+        live_limit = float(zero.get("stage3_max_live_parameters", _LIVE))
+        # What is used again, in the backward pass, after so many other elements is kept.
+        kept_limit = float(zero.get("stage3_max_reuse_distance", _REUSE)) / 2
+        ahead = float(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
+        element = whole.bytes / whole.elements
+        held = min(whole.elements, live_limit, kept_limit)
         for segment, live in self.timeline.walk():
-            yield _name(segment.block, segment.backward), live + segment.peak + self.gradients, 0
+            # A copy of what comes next, in one buffer; if everything stays, nothing comes next in the backward pass.
+            coming = 0.0 if segment.backward and held == whole.elements else min(whole.elements, ahead)
+            gathered = round(element * (held + coming))
+            yield _name(segment), live + segment.peak + self.gradients + gathered, gathered
 
 
 class _FullySharded(_Engine):
-    """FSDP2: everything is divided; a block's parameters are gathered while it runs."""
+    """FSDP2: everything is divided. A block is gathered while it runs, in the backward pass also the one before it."""
+
+    @property
+    def _kept(self) -> bool:
+        return not self.engine.offload_parameters
 
     @property
     def parameters(self) -> int:
+        return self._part_bytes if self._kept else 0
+
+    @property
+    def _part_bytes(self) -> int:
         return -(-self.whole.bytes // self.engine.shard)
 
     @property
+    def state(self) -> int:
+        return super().state if self._kept else 0
+
+    @property
     def gradients(self) -> int:
-        return MASTER * self.part
+        return MASTER * self.part if self._kept else 0
+
+    @property
+    def host(self) -> int:
+        return 0 if self._kept else self._part_bytes + super().state + MASTER * self.part
 
     def update(self) -> int:
-        return MASTER * self._working(self.part, -(-self.whole.largest // self.engine.shard))
+        return MASTER * self._working(self.part, -(-self.whole.largest // self.engine.shard)) if self._kept else 0
+
+    def _gathered(self, block: int | None) -> int:
+        if block is None:
+            return 0
+        size, element = self.size.blocks[block], self.engine.gather_bytes
+        return size.bytes if element is None else min(size.bytes, element * size.elements)
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
-        blocks, root = self.size.blocks, self.size.rest.bytes
-        made = 0
+        root = self.size.rest.bytes  # gathered from the beginning of the forward pass to the end of the backward pass
+        several = self.engine.accumulation > 1
+        # Gradients of several micro-batches are added up undivided, and divided at the last.
+        made = self.trained if several else 0
         for segment, live in self.timeline.walk():
-            own = blocks[segment.block] if segment.block is not None else Size()
-            gathered = root + own.bytes
-            if segment.backward and segment.block:
-                gathered += blocks[segment.block - 1].bytes
-            if segment.backward:
-                gathered += 2 * segment.gradients
-            yield _name(segment.block, segment.backward), live + segment.peak + made + gathered, gathered
-            made += segment.gradients // self.engine.shard
+            own = self._gathered(segment.block)
+            if not segment.backward:
+                # Where a block is gathered, it is there twice: in the buffer that was received, and in its parameters.
+                buffers = root + own
+                most = max(segment.peak, own)
+            else:
+                buffers = root + own + (self._gathered(segment.block - 1) if segment.block else 0)
+                inside = segment.peak if several else segment.joint_peak
+                # At its end its gradients are copied into what is sent, and it is not gathered any more.
+                most = max(inside, segment.change + 2 * segment.gradients - own)
+            yield _name(segment), live + most + made + buffers, buffers
+            if segment.backward and self._kept:
+                made += segment.gradients // self.engine.shard - (segment.gradients if several else 0)
 
 
-BUCKET = 500_000_000
+_REDUCE_BUCKET, _PREFETCH, _LIVE, _REUSE = 5e8, 5e7, 1e9, 1e9
+"""Elements: DeepSpeed's defaults of the settings of these names."""
 _ENGINES: Mapping[str, type[_Engine]] = {
     "single": _Engine,
     "ddp": _DataParallel,

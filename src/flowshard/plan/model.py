@@ -39,9 +39,7 @@ def engine_of(config: Config, layout: Layout) -> Engine:
 class PlannedModel:
     """Measures a model once for each degree of sequence parallelism and activation policy."""
 
-    def __init__(
-        self, inputs: ModelInputs, whole: torch.nn.Module, tensors: Tensors, *, accelerator: bool
-    ) -> None:
+    def __init__(self, inputs: ModelInputs, whole: torch.nn.Module, tensors: Tensors, *, accelerator: bool) -> None:
         """Prepare.
 
         Args:
@@ -70,9 +68,7 @@ class PlannedModel:
             ring: see `Layout`.
             policies: of each block, in the order of execution.
         """
-        missing = [
-            policy for policy in dict.fromkeys(policies) if (ulysses, ring, policy) not in self._timelines
-        ]
+        missing = [policy for policy in dict.fromkeys(policies) if (ulysses, ring, policy) not in self._timelines]
         if missing:
             self._measure(ulysses, ring, missing)
         measured = {policy: self._timelines[ulysses, ring, policy] for policy in dict.fromkeys(policies)}
@@ -119,9 +115,7 @@ class PlannedModel:
         for (of_list, _), names in kinds.items():
             by_list.setdefault(of_list, []).append(names)
         lengths = dict(zip(self._inputs.family.block_lists, self._lengths, strict=True))
-        return all(
-            len(found) == lengths[of_list] and _few_kinds(found) for of_list, found in by_list.items()
-        )
+        return all(len(found) == lengths[of_list] and _few_kinds(found) for of_list, found in by_list.items())
 
 
 def _few_kinds(blocks: Sequence[set[str]]) -> bool:

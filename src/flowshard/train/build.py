@@ -13,8 +13,8 @@ from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.objective.flow import add_noise, sample_losses
-from flowshard.parallel.plan import apply_sequence_plan
 from flowshard.parallel.layout import Layout
+from flowshard.parallel.plan import apply_sequence_plan
 from flowshard.parallel.sequence import GroupShape
 from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.patterns import select
