@@ -247,16 +247,14 @@ class _Zero3(_Zero2):
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
         zero, whole = self.engine.zero, self.whole
-        live_limit = float(zero.get("stage3_max_live_parameters", _LIVE))
-        # What is used again, in the backward pass, after so many other elements is kept.
-        kept_limit = float(zero.get("stage3_max_reuse_distance", _REUSE)) / 2
         ahead = float(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
         element = whole.bytes / whole.elements
-        held = min(whole.elements, live_limit, kept_limit)
+        held = min(whole.elements, zero3_kept(zero))
         for segment, live in self.timeline.walk():
             # A copy of what comes next, in one buffer; if everything stays, nothing comes next in the backward pass.
-            coming = 0.0 if segment.backward and held == whole.elements else min(whole.elements, ahead)
-            gathered = round(element * (held + coming))
+            all_here = segment.backward and held == whole.elements
+            coming = 0.0 if all_here else min(whole.bytes - whole.small, element * ahead)
+            gathered = round(element * held + coming)
             yield _name(segment), live + segment.peak + self.gradients + gathered, gathered
 
 
@@ -315,6 +313,13 @@ class _FullySharded(_Engine):
             yield _name(segment), live + most + made + buffers, buffers
             if segment.backward and self._kept:
                 made += segment.gradients // self.engine.shard - (segment.gradients if several else 0)
+
+
+def zero3_kept(zero: Mapping[str, Any]) -> float:
+    """Elements that ZeRO-3 holds where the passes meet: those that are used again after so many others, in the backward
+    pass, but no more than may be live."""
+    reuse = float(zero.get("stage3_max_reuse_distance", _REUSE))
+    return min(float(zero.get("stage3_max_live_parameters", _LIVE)), reuse / 2)
 
 
 _REDUCE_BUCKET, _PREFETCH, _LIVE, _REUSE = 5e8, 5e7, 1e9, 1e9

@@ -9,13 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from flowshard.memory.exchange import exchange_of
 from flowshard.memory.storages import storage_id
 
 
 class LiveBytes(TorchDispatchMode):
     """While active, counts what operators allocate until it is freed, on fake tensors too.
 
-    What an operator needs for itself while it runs is not seen.
+    What an operator needs for itself while it runs is not seen, but for those of sequence parallelism.
     """
 
     def __init__(self) -> None:
@@ -26,11 +27,17 @@ class LiveBytes(TorchDispatchMode):
         """The most since it was last set."""
         self.outside = 0
         """Bytes that are alive in other memory."""
+        self.sent = 0
+        """Bytes that sequence parallelism has sent to other processes."""
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._outside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        exchange = exchange_of(func, args)
+        if exchange is not None:
+            self.sent += exchange.sent
+            self.highest = max(self.highest, self.now + exchange.workspace)
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self.add(value)

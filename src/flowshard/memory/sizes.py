@@ -7,6 +7,9 @@ import torch
 
 MASTER = 4
 """Bytes of an element of a trained parameter, of its gradient and of each tensor that its optimizer keeps."""
+SMALL = 100_000
+"""Elements of parameters that ZeRO-3 gathers once and keeps: DeepSpeed's default of
+`stage3_param_persistence_threshold`."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Size:
     """Elements that are trained."""
     largest: int = 0
     """Elements of the largest trained parameter."""
+    small: int = 0
+    """Bytes of parameters of at most `SMALL` elements."""
 
     def __add__(self, other: "Size") -> "Size":
         return Size(
@@ -27,6 +32,7 @@ class Size:
             self.elements + other.elements,
             self.trained + other.trained,
             max(self.largest, other.largest),
+            self.small + other.small,
         )
 
 
@@ -73,4 +79,5 @@ def _size(tensors: Sequence[torch.Tensor]) -> Size:
         elements=sum(tensor.numel() for tensor in parameters),
         trained=sum(trained),
         largest=max(trained, default=0),
+        small=sum(one.numel() * one.element_size() for one in parameters if one.numel() <= SMALL),
     )

@@ -40,6 +40,8 @@ class Segment:
     """As `peak`, with those of these gradients that have been made by then."""
     flops: int = 0
     """Floating-point operations of matrix products and attention, those of recomputation included."""
+    sent: int = 0
+    """Bytes that sequence parallelism sends to other processes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Timeline:
     def flops(self) -> int:
         """Floating-point operations of both passes."""
         return sum(segment.flops for segment in self.segments)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that sequence parallelism sends in both passes."""
+        return sum(segment.sent for segment in self.segments)
 
     @property
     def kept(self) -> int:
@@ -164,7 +171,7 @@ class _Recorder:
     def _begin(self) -> None:
         live = self._live
         self._start = self._peak = self._joint = live.highest = live.now
-        self._gradients = self._flops.total = 0
+        self._gradients = self._flops.total = live.sent = 0
 
     def _note(self) -> None:
         self._peak = max(self._peak, self._live.highest)
@@ -183,6 +190,7 @@ class _Recorder:
                 gradients=self._gradients,
                 joint_peak=self._joint - start,
                 flops=self._flops.total,
+                sent=self._live.sent,
             )
         )
         self._block, self._backward = block, backward
