@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from flowshard.memory.fakes import fake_call, forgetting
@@ -38,25 +37,15 @@ def count_flops(
     return int(counter.get_total_flops())
 
 
-class FlopTotal(TorchDispatchMode):
-    """Adds up the operations of all that runs while it is active, as `count_flops` counts them, with what is recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        packet = getattr(func, "_overloadpacket", None)
-        name = str(packet)
-        if packet in _ATTENTION:
-            self.total += _ATTENTION[packet](*_shapes(args), **kwargs)
-        elif name in _SEQUENCE:
-            self.total += _SEQUENCE[name](*args)
-        elif packet in flop_registry:
-            self.total += flop_registry[packet](*args, **kwargs, out_val=result)
-        return result
+def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Operations of one call of an operator, as `count_flops` counts them; 0 for those that it does not count."""
+    packet = getattr(operator, "_overloadpacket", None)
+    if packet in _ATTENTION:
+        return _ATTENTION[packet](*_shapes(args), **kwargs)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    sequence = _SEQUENCE.get(str(packet)) if packet is not None else None
+    return 0 if sequence is None else sequence(*args)
 
 
 def _shapes(args: Sequence[Any]) -> list[Any]:

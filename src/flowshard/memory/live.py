@@ -1,4 +1,4 @@
-"""The bytes of the tensors that are alive at each moment of a computation."""
+"""The bytes of the tensors that are alive at each moment of a computation, and what it computes and sends."""
 
 import weakref
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from flowshard.memory.exchange import exchange_of
+from flowshard.memory.exchange import Exchange, exchange_of
+from flowshard.memory.flops import flops_of
 from flowshard.memory.storages import storage_id
 
 
@@ -27,17 +28,22 @@ class LiveBytes(TorchDispatchMode):
         """The most since it was last set."""
         self.outside = 0
         """Bytes that are alive in other memory."""
-        self.sent = 0
-        """Bytes that sequence parallelism has sent to other processes."""
+        self.flops = 0
+        """Floating-point operations of matrix products and attention."""
+        self.exchanges: list[Exchange] = []
+        """Of sequence parallelism."""
         self._known: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
         self._outside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        exchange = exchange_of(func, args)
-        if exchange is not None:
-            self.sent += exchange.sent
-            self.highest = max(self.highest, self.now + exchange.workspace)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.flops += flops_of(func, args, kwargs, result)
+        found = exchange_of(func, args)
+        if found is not None:
+            exchange, workspace = found
+            self.exchanges.append(exchange)
+            self.highest = max(self.highest, self.now + workspace)
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self.add(value)

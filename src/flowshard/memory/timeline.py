@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from flowshard.config import ActivationPolicy
+from flowshard.memory.exchange import Exchange
 from flowshard.memory.fakes import Forward, Tensors, fake_call, forgetting
-from flowshard.memory.flops import CPU, FlopTotal
+from flowshard.memory.flops import CPU
 from flowshard.memory.live import LiveBytes
 
 MEASURED = 3
@@ -40,8 +41,8 @@ class Segment:
     """As `peak`, with those of these gradients that have been made by then."""
     flops: int = 0
     """Floating-point operations of matrix products and attention, those of recomputation included."""
-    sent: int = 0
-    """Bytes that sequence parallelism sends to other processes."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Of sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,9 @@ class Timeline:
         """Floating-point operations of both passes."""
         return sum(segment.flops for segment in self.segments)
 
-    @property
-    def sent(self) -> int:
-        """Bytes that sequence parallelism sends in both passes."""
-        return sum(segment.sent for segment in self.segments)
+    def sent(self, *, ulysses: int, ring: int) -> int:
+        """Bytes that sequence parallelism of these degrees sends in both passes."""
+        return sum(one.sent(ulysses, ring) for segment in self.segments for one in segment.exchanges)
 
     @property
     def kept(self) -> int:
@@ -97,8 +97,7 @@ def measure_timeline(
         live: what counts.
         remembering: see `forgetting`.
     """
-    flops = FlopTotal()
-    recorder = _Recorder(live, flops)
+    recorder = _Recorder(live)
 
     def both(model: torch.nn.Module, tensors: Tensors) -> torch.Tensor:
         # The backward pass too has to find the fake parameters in the model, as blocks run again in it.
@@ -112,7 +111,7 @@ def measure_timeline(
         for tensor in fakes.values():
             live.leave_out(tensor)
         hooks = recorder.watch(blocks, [tensor for tensor in fakes.values() if tensor.requires_grad])
-        with mode, flops, live:
+        with mode, live:
             call()
             recorder.cut(None, backward=True)
         for hook in hooks:
@@ -124,9 +123,8 @@ def measure_timeline(
 class _Recorder:
     """Cuts a computation into segments."""
 
-    def __init__(self, live: LiveBytes, flops: FlopTotal) -> None:
+    def __init__(self, live: LiveBytes) -> None:
         self._live = live
-        self._flops = flops
         self.segments: list[Segment] = []
         self.offloaded = 0
         """Bytes in other memory at the end of the forward pass."""
@@ -171,7 +169,8 @@ class _Recorder:
     def _begin(self) -> None:
         live = self._live
         self._start = self._peak = self._joint = live.highest = live.now
-        self._gradients = self._flops.total = live.sent = 0
+        self._gradients = live.flops = 0
+        live.exchanges.clear()
 
     def _note(self) -> None:
         self._peak = max(self._peak, self._live.highest)
@@ -189,12 +188,32 @@ class _Recorder:
                 peak=self._peak - start,
                 gradients=self._gradients,
                 joint_peak=self._joint - start,
-                flops=self._flops.total,
-                sent=self._live.sent,
+                flops=self._live.flops,
+                exchanges=tuple(self._live.exchanges),
             )
         )
         self._block, self._backward = block, backward
         self._begin()
+
+
+def between(one: Timeline, other: Timeline, share: float) -> Timeline:
+    """The timeline at `share` of the way from one to another of the same model; what grows with the tokens of a process
+    lies on a line, and the most bytes, as the largest of several lines, not above it."""
+
+    def line(first: float, second: float) -> int:
+        return round(first + share * (second - first))
+
+    segments = tuple(
+        replace(
+            a,
+            change=line(a.change, b.change),
+            peak=line(a.peak, b.peak),
+            joint_peak=line(a.joint_peak, b.joint_peak),
+            flops=line(a.flops, b.flops),
+        )
+        for a, b in zip(one.segments, other.segments, strict=True)
+    )
+    return Timeline(line(one.inputs, other.inputs), segments, line(one.offloaded, other.offloaded))
 
 
 def whole_timeline(

@@ -178,6 +178,7 @@ def legal_layout(config: Config, devices: int, nodes: int) -> Layout | None:
 
 def assess(model: PlannedModel, found: Sequence[Candidate], *, hardware: Hardware, peak_flops: float) -> list[Assessed]:
     """The numbers of each layout."""
+    model.expect((one.layout.ulysses, one.layout.ring) for one in found)
     return [_assess(model, candidate, hardware, peak_flops) for candidate in found]
 
 
@@ -186,7 +187,13 @@ def _assess(model: PlannedModel, candidate: Candidate, hardware: Hardware, peak_
     engine = engine_of(candidate.config, layout)
     timeline: Timeline = model.timeline(ulysses=layout.ulysses, ring=layout.ring, policies=candidate.policies)
     memory = estimate_memory(timeline, model.size, engine, model.optimizer)
-    traffic = step_traffic(model.size, engine, world=layout.world, sequence=timeline.sent, offloaded=timeline.offloaded)
+    traffic = step_traffic(
+        model.size,
+        engine,
+        world=layout.world,
+        sequence=timeline.sent(ulysses=layout.ulysses, ring=layout.ring),
+        offloaded=timeline.offloaded,
+    )
     flops = timeline.flops * layout.accumulation
     elements = model.size.whole.trained / (layout.shard if layout.strategy in SHARDED else 1)
     work = Work(

@@ -1,8 +1,10 @@
 """A run's model, measured on fake tensors under any layout: nothing is computed, nothing of its size is allocated."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from flowshard.memory.fakes import Tensors
 from flowshard.memory.flops import CPU
 from flowshard.memory.live import LiveBytes
 from flowshard.memory.sizes import ModelSize, model_size
-from flowshard.memory.timeline import MEASURED, Timeline, measure_timeline, whole_timeline
+from flowshard.memory.timeline import MEASURED, Timeline, between, measure_timeline, whole_timeline
 from flowshard.parallel.deepspeed_config import deepspeed_config
 from flowshard.parallel.layout import Layout
 from flowshard.parallel.plan import apply_sequence_plan
@@ -54,11 +56,24 @@ class PlannedModel:
         self.optimizer: Optimizer = optimizer_memory(optimizer_factory(inputs.config), accelerator=accelerator)
         self._lengths = [len(getattr(whole, name)) for name in family.block_lists]
         self._few = MEASURED if inputs.config.model.extend is None and self._alike(whole) else max(self._lengths)
-        self._timelines: dict[tuple[int, int, ActivationPolicy], Timeline] = {}
+        self._models: dict[tuple[int, int], Any] = {}
+        self._timelines: dict[tuple[tuple[int, int], ActivationPolicy], Timeline] = {}
+        self._ends: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
+        """Degrees to those between which they lie."""
 
     def policies(self) -> list[ActivationPolicy]:
         """Those of the config, for each block."""
         return block_policies(self._inputs.config.memory, sum(self._lengths))
+
+    def expect(self, degrees: Iterable[tuple[int, int]]) -> None:
+        """Say which degrees, of ulysses and ring, there will be: those between others are not measured by themselves."""
+        kinds: dict[bool, set[tuple[int, int]]] = {}
+        for ulysses, ring in degrees:
+            if ulysses * ring > 1:
+                kinds.setdefault(ring > 1, set()).add((ulysses, ring))
+        for found in kinds.values():
+            first, *middle, last = sorted(found, key=math.prod) if len(found) > 1 else (*found, *found)
+            self._ends.update(dict.fromkeys(middle, (first, last)))
 
     def timeline(self, *, ulysses: int, ring: int, policies: Sequence[ActivationPolicy]) -> Timeline:
         """That of the first process of a group, which has the most tokens.
@@ -68,39 +83,49 @@ class PlannedModel:
             ring: see `Layout`.
             policies: of each block, in the order of execution.
         """
-        missing = [policy for policy in dict.fromkeys(policies) if (ulysses, ring, policy) not in self._timelines]
-        if missing:
-            self._measure(ulysses, ring, missing)
-        measured = {policy: self._timelines[ulysses, ring, policy] for policy in dict.fromkeys(policies)}
+        measured = {policy: self._few_blocks((ulysses, ring), policy) for policy in dict.fromkeys(policies)}
         kinds = [(min(self._few, length), length) for length in self._lengths]
         return whole_timeline(measured, kinds, policies)
+
+    def _few_blocks(self, degrees: tuple[int, int], policy: ActivationPolicy) -> Timeline:
+        known = self._timelines.get((degrees, policy))
+        if known is None:
+            if degrees in self._ends:
+                ends = self._ends[degrees]
+                tokens = [1 / math.prod(one) for one in (*ends, degrees)]
+                share = (tokens[2] - tokens[0]) / (tokens[1] - tokens[0])
+                known = between(*(self._few_blocks(end, policy) for end in ends), share)
+            else:
+                known = self._measure(degrees, policy)
+            self._timelines[degrees, policy] = known
+        return known
 
     def estimate(self, layout: Layout) -> MemoryEstimate:
         """The memory of a process under a layout with the policies of the config."""
         timeline = self.timeline(ulysses=layout.ulysses, ring=layout.ring, policies=self.policies())
         return estimate_memory(timeline, self.size, engine_of(self._inputs.config, layout), self.optimizer)
 
-    def _measure(self, ulysses: int, ring: int, policies: Sequence[ActivationPolicy]) -> None:
-        inputs, family = self._inputs, self._inputs.family
-        model, _ = typed_model(inputs, self._few)
-        if ulysses * ring > 1:
-            apply_sequence_plan(model, family.sequence_plan, GroupShape(ulysses=ulysses, ring=ring, rank=0))
-        model.train()
+    def _measure(self, degrees: tuple[int, int], policy: ActivationPolicy) -> Timeline:
+        family = self._inputs.family
+        if degrees not in self._models:
+            model, _ = typed_model(self._inputs, self._few)
+            ulysses, ring = degrees
+            if ulysses * ring > 1:
+                apply_sequence_plan(model, family.sequence_plan, GroupShape(ulysses=ulysses, ring=ring, rank=0))
+            self._models[degrees] = model.train()
+        model = self._models[degrees]
         blocks = family.blocks(model)
-        loss = loss_function(family, dtype=getattr(torch, inputs.config.model.dtype), device=CPU)
-        for policy in policies:
-            live = LiveBytes()
-            model.disable_gradient_checkpointing()
-            apply_activation_policies(
-                model,
-                blocks,
-                [policy] * len(blocks),
-                partitioned=False,
-                host_memory=live.elsewhere if self._accelerator else nullcontext,
-            )
-            self._timelines[ulysses, ring, policy] = measure_timeline(
-                model, blocks, loss, self._tensors, live, remembering=family.remembering
-            )
+        live = LiveBytes()
+        model.disable_gradient_checkpointing()
+        apply_activation_policies(
+            model,
+            blocks,
+            [policy] * len(blocks),
+            partitioned=False,
+            host_memory=live.elsewhere if self._accelerator else nullcontext,
+        )
+        loss = loss_function(family, dtype=getattr(torch, self._inputs.config.model.dtype), device=CPU)
+        return measure_timeline(model, blocks, loss, self._tensors, live, remembering=family.remembering)
 
     def _alike(self, whole: torch.nn.Module) -> bool:
         """Whether the same is trained in all blocks of each kind."""
