@@ -1,6 +1,7 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
 import functools
+import os
 import re
 import resource
 import sys
@@ -66,6 +67,14 @@ def memory_peak_bytes(device: torch.device) -> int:
         return int(backend.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def memory_total_bytes(device: torch.device) -> int:
+    """The memory of an accelerator, or of this machine."""
+    if device.type != "cpu":
+        backend: Any = getattr(torch, device.type)
+        return int(backend.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 _PEAKS = (

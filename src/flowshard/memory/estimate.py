@@ -299,6 +299,7 @@ class _FullySharded(_Engine):
         several = self.engine.accumulation > 1
         # Gradients of several micro-batches are added up undivided, and divided at the last.
         made = self.trained if several else 0
+        sending = 0  # the gradients of the block that ran before, until those of the next are sent
         for segment, live in self.timeline.walk():
             own = self._gathered(segment.block)
             if not segment.backward:
@@ -306,11 +307,12 @@ class _FullySharded(_Engine):
                 buffers = root + own
                 most = max(segment.peak, own)
             else:
-                buffers = root + own + (self._gathered(segment.block - 1) if segment.block else 0)
+                buffers = root + own + sending + (self._gathered(segment.block - 1) if segment.block else 0)
                 inside = segment.peak if several else segment.joint_peak
                 # At its end its gradients are copied into what is sent, and it is not gathered any more.
                 most = max(inside, segment.change + 2 * segment.gradients - own)
             yield _name(segment), live + most + made + buffers, buffers
+            sending = segment.gradients if segment.backward else 0
             if segment.backward and self._kept:
                 made += segment.gradients // self.engine.shard - (segment.gradients if several else 0)
 

@@ -1,7 +1,8 @@
 """The bytes of the tensors that are alive at each moment of a computation, and what it computes and sends."""
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,10 @@ class LiveBytes(TorchDispatchMode):
         """The most since it was last set."""
         self.outside = 0
         """Bytes that are alive in other memory."""
+        self.place: Hashable = None
+        """Where the computation is, for `freed`."""
+        self.freed: Counter[tuple[Hashable, Hashable]] = Counter()
+        """Bytes by the place in which they were allocated and that in which they were freed."""
         self.flops = 0
         """Floating-point operations of matrix products and attention."""
         self.exchanges: list[Exchange] = []
@@ -58,10 +63,13 @@ class LiveBytes(TorchDispatchMode):
         # What is counted inside and outside of this memory.
         counted = [0, storage.nbytes()] if self._outside else [storage.nbytes(), 0]
 
+        born = self.place
+
         def freed(_: Any) -> None:
             del self._known[key]
             self.now -= counted[0]
             self.outside -= counted[1]
+            self.freed[born, self.place] += counted[0]
 
         self._known[key] = weakref.ref(storage, freed), counted
         self.now += counted[0]

@@ -55,6 +55,9 @@ class Timeline:
     """In the order of execution: those of the forward pass, then those of the backward pass."""
     offloaded: int = 0
     """Bytes in host memory at the end of the forward pass."""
+    passing: tuple[int, ...] = ()
+    """Of each block that was measured, the bytes that its forward pass allocates and the end of the whole forward pass
+    frees, such as weights that autocast has converted."""
 
     @property
     def flops(self) -> int:
@@ -117,7 +120,9 @@ def measure_timeline(
         for hook in hooks:
             hook.remove()
     held = sum(tensor.untyped_storage().nbytes() for tensor in inputs.values())
-    return Timeline(held, tuple(recorder.segments), recorder.offloaded)
+    end = len(blocks) - 1, False
+    passing = tuple(live.freed[(index, False), end] for index in range(len(blocks)))
+    return Timeline(held, tuple(recorder.segments), recorder.offloaded, passing)
 
 
 class _Recorder:
@@ -193,6 +198,7 @@ class _Recorder:
             )
         )
         self._block, self._backward = block, backward
+        self._live.place = block, backward
         self._begin()
 
 
@@ -213,7 +219,8 @@ def between(one: Timeline, other: Timeline, share: float) -> Timeline:
         )
         for a, b in zip(one.segments, other.segments, strict=True)
     )
-    return Timeline(line(one.inputs, other.inputs), segments, line(one.offloaded, other.offloaded))
+    passing = tuple(line(a, b) for a, b in zip(one.passing, other.passing, strict=True))
+    return Timeline(line(one.inputs, other.inputs), segments, line(one.offloaded, other.offloaded), passing)
 
 
 def whole_timeline(
@@ -228,33 +235,54 @@ def whole_timeline(
         kinds: for each kind of block, how many were measured and how many there are.
         policies: of each block that there is, in the order of execution.
     """
-    places = list(_places(kinds))
+    copies = list(_copies(kinds))
     found = {
         policy: {(segment.block, segment.backward): segment for segment in timeline.segments}
         for policy, timeline in measured.items()
     }
     first = measured[policies[0]]
     segments: list[Segment] = []
+    more = 0  # that the end of the forward pass frees
     for backward in (False, True):
         outside = found[policies[0]].get((None, backward))
         segments += [] if outside is None else [outside]
-        order = list(enumerate(places))
-        for block, place in reversed(order) if backward else order:
-            segment = found[policies[block]].get((place, backward))
-            if segment is not None:
-                segments.append(replace(segment, block=block))
+        order = list(enumerate(copies))
+        for block, copy in reversed(order) if backward else order:
+            segment = found[policies[block]].get((copy.place, backward))
+            if segment is None:
+                continue
+            change = segment.change
+            if copy.extra is not None:
+                passing = measured[policies[block]].passing[copy.extra]
+                more += 0 if backward else passing
+                if backward:  # what the forward pass of a block among many leaves, its backward pass frees
+                    change = passing - found[policies[block]][copy.place, False].change
+            segments.append(replace(segment, block=block, change=change))
+        if not backward:
+            segments[-1] = replace(segments[-1], change=segments[-1].change - more)
     count = sum(number for number, _ in kinds)
     offloaded = sum(measured[policy].offloaded / count for policy in policies)
     return Timeline(first.inputs, tuple(segments), round(offloaded))
 
 
-def _places(kinds: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """For each block of the whole model, the measured one that is like it."""
+@dataclass(frozen=True)
+class _Copy:
+    """What stands for a block of the whole model."""
+
+    place: int
+    """The measured block that is like it."""
+    extra: int | None = None
+    """If there are more of its kind than were measured and it is one of these, the first of the kind."""
+
+
+def _copies(kinds: Sequence[tuple[int, int]]) -> Iterator[_Copy]:
     start = 0
     for measured, whole in kinds:
         for index in range(whole):
-            if whole == measured:
-                yield start + index
+            if index < min(MEASURED - 1, measured - 1) or whole == measured:
+                yield _Copy(start + index)
+            elif index == whole - 1:
+                yield _Copy(start + measured - 1)
             else:
-                yield start + (0 if index == 0 else measured - 1 if index == whole - 1 else min(1, measured - 1))
+                yield _Copy(start + min(1, measured - 1), extra=start)
         start += measured

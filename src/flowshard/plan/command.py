@@ -1,10 +1,12 @@
 """`flowshard plan`: all layouts of a config with what they need, and the one to take."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 from flowshard.device import known_peak
@@ -16,6 +18,7 @@ from flowshard.plan.candidates import Assessed, assess, candidates, environment
 from flowshard.plan.hardware import USABLE
 from flowshard.plan.inputs import PlanInputs, Question
 from flowshard.plan.model import PlannedModel
+from flowshard.plan.units import amount
 from flowshard.train.build import typed_model
 from flowshard.train.inputs import select_trained
 from flowshard.weights.files import TensorInfo
@@ -89,7 +92,7 @@ def _choose(fitting: Sequence[Assessed], others: Sequence[Assessed], usable: int
         least = others[0]
         return None, (
             f"nothing fits: {least.candidate.name} with {least.candidate.activations} needs least, "
-            f"{gib(least.memory.peak)} of {gib(usable)}; take more devices, fewer frames or pixels, or LoRA"
+            f"{amount(least.memory.peak)} of {amount(usable)}; take more devices, fewer frames or pixels, or LoRA"
         )
     fastest = fitting[0]
     near = [one for one in fitting if one.time.total <= _NEARLY * fastest.time.total]
@@ -102,7 +105,7 @@ def _choose(fitting: Sequence[Assessed], others: Sequence[Assessed], usable: int
     simpler = [one for one in others if one.candidate.complexity < best.candidate.complexity]
     if simpler:
         least = min(simpler, key=lambda one: one.memory.peak)
-        why += f"; {least.candidate.name} needs {gib(least.memory.peak)} with {least.candidate.activations}"
+        why += f"; {least.candidate.name} needs {amount(least.memory.peak)} with {least.candidate.activations}"
     return best, why
 
 
@@ -141,10 +144,6 @@ def _inputs(question: Question) -> PlanInputs:
 
 def _defaults(transformer_class: str) -> dict[str, Any]:
     """Those of a class in diffusers."""
-    import inspect
-
-    import diffusers
-
     signature = inspect.signature(getattr(diffusers, transformer_class).__init__)
     return {
         name: one.default for name, one in signature.parameters.items() if one.default is not inspect.Parameter.empty
@@ -166,16 +165,3 @@ def _micro_batch(inputs: PlanInputs, question: Question) -> tuple[Tensors, int]:
     shape = (micro, *latents.shape)
     own = {"latents": torch.zeros(shape), "noise": torch.zeros(shape)}
     return {**tensors, **own, "sigma": torch.full((micro,), 0.5), "weight": torch.ones(micro)}, tokens
-
-
-def gib(number: float) -> str:
-    """Bytes for people."""
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.1f} {unit}"
-    return f"{number:.0f} B"
-
-
-def seconds(number: float) -> str:
-    """For people."""
-    return f"{number:.3g} s"

@@ -100,10 +100,19 @@ class PlannedModel:
             self._timelines[degrees, policy] = known
         return known
 
-    def estimate(self, layout: Layout) -> MemoryEstimate:
-        """The memory of a process under a layout with the policies of the config."""
-        timeline = self.timeline(ulysses=layout.ulysses, ring=layout.ring, policies=self.policies())
-        return estimate_memory(timeline, self.size, engine_of(self._inputs.config, layout), self.optimizer)
+    def estimate(
+        self, layout: Layout, *, config: Config | None = None, policies: Sequence[ActivationPolicy] | None = None
+    ) -> MemoryEstimate:
+        """The memory of a process under a layout.
+
+        Args:
+            layout: how the run is spread.
+            config: that it is of; the run's if None.
+            policies: of each block; the run's if None.
+        """
+        timeline = self.timeline(ulysses=layout.ulysses, ring=layout.ring, policies=policies or self.policies())
+        engine = engine_of(config or self._inputs.config, layout)
+        return estimate_memory(timeline, self.size, engine, self.optimizer)
 
     def _measure(self, degrees: tuple[int, int], policy: ActivationPolicy) -> Timeline:
         family = self._inputs.family

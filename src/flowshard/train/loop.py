@@ -11,6 +11,7 @@ from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_dataset
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
+from flowshard.memory.estimate import MemoryEstimate
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
@@ -25,7 +26,7 @@ from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, to
 from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
 from flowshard.train.optimizer import AVERAGE, averaged, optimizer_factory, schedule_factor
-from flowshard.train.plan import describe_plan
+from flowshard.train.plan import check_memory, describe_plan
 from flowshard.train.record import environment_record
 from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
@@ -100,10 +101,14 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         for line in inputs.changes:
             say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    accelerator = device.type != "cpu"
-    memory = processes.on_main(
-        lambda: PlannedModel(inputs, build.model, largest.tensors(), accelerator=accelerator).estimate(layout)
-    )
+
+    def plan_memory() -> MemoryEstimate:
+        planned = PlannedModel(inputs, build.model, largest.tensors(), accelerator=device.type != "cpu")
+        found = planned.estimate(layout)
+        check_memory(inputs, planned, found, device)
+        return found
+
+    memory = processes.on_main(plan_memory)
     writer = WeightsWriter(build.model, config)
     strategy = make_strategy(config, processes)
     say(describe_plan(inputs, build, memory, latents=largest.latents.shape[1:], device=device))
