@@ -9,7 +9,6 @@ import gc
 import json
 import sys
 import weakref
-from collections import Counter
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from flowshard.train.observer import Observer
 
 dist: Any = torch.distributed
 _SMALL = 4096
-"""Smaller storages are not looked at: there are thousands, and together they are nothing."""
+"""Smaller storages are not looked at in a run: there are thousands, and together they are nothing."""
 
 
 class Storages(TorchDispatchMode):
@@ -36,25 +35,27 @@ class Storages(TorchDispatchMode):
     Their size is asked again each time, as engines empty storages in place. Mapped files are left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: int = 1) -> None:
+        """Leave out storages of fewer than `smallest` bytes."""
         super().__init__()
         self.peak = 0
-        self.at_peak: Counter[int] = Counter()
+        self._smallest = smallest
         self._storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
-                local: Any = value.to_local() if isinstance(value, DTensor) else value
-                storage = local.untyped_storage()
-                if storage.device.type == "cpu" and storage.filename is None and storage.nbytes() >= _SMALL:
-                    self._storages[storage._cdata] = storage
-        live = sum(storage.nbytes() for storage in list(self._storages.values()))
-        if live > self.peak:
-            self.peak = live
-            self.at_peak = Counter(storage.nbytes() for storage in list(self._storages.values()))
+                self.know(value)
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self._storages.values())))
         return result
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """Look at a tensor's storage from here on."""
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.device.type == "cpu" and storage.filename is None and storage.nbytes() >= self._smallest:
+            self._storages[storage._cdata] = storage
 
 
 class LastStep(Observer):
@@ -67,30 +68,18 @@ class LastStep(Observer):
         if step + 2 == self._steps:
             self._storages.peak = 0
 
-    def run_done(self, strategy: Strategy) -> None:
-        """Nothing more is looked at."""
-
 
 def main(files: list[str]) -> None:
     def work(processes: Processes) -> None:
         for file in files:
             inputs = check_inputs(load_config(file))
             gc.collect()
-            storages = Storages()
+            storages = Storages(_SMALL)
             with storages:
                 train(inputs, processes.with_layout(inputs.layout), LastStep(storages, inputs.steps))
             gathered: list[Any] = [None] * inputs.layout.world
             dist.all_gather_object(gathered, storages.peak)
             processes.say(json.dumps({"config": file, "peak": max(gathered)}))
-            processes.say(
-                "TOP "
-                + str(
-                    [
-                        (round(k * v / 2**20, 2), k, v)
-                        for k, v in sorted(storages.at_peak.items(), key=lambda i: -i[0] * i[1])[:26]
-                    ]
-                )
-            )
 
     run_together(check_inputs(load_config(files[0])).layout, work, device_name="cpu")
 

@@ -41,10 +41,11 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     """Operations of one call of an operator, as `count_flops` counts them; 0 for those that it does not count."""
     packet = getattr(operator, "_overloadpacket", None)
     if packet in _ATTENTION:
-        return _ATTENTION[packet](*_shapes(args), **kwargs)
+        attention: Callable[..., int] = _ATTENTION[packet]
+        return attention(*_shapes(args), **kwargs)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    sequence = _SEQUENCE.get(str(packet)) if packet is not None else None
+    sequence: Callable[..., int] | None = _SEQUENCE.get(str(packet))
     return 0 if sequence is None else sequence(*args)
 
 
@@ -62,7 +63,7 @@ def _sequence_backward(gradient: torch.Tensor, *rest: Any) -> int:
     return 2 * _sequence(gradient, *rest)
 
 
-_SEQUENCE = {
+_SEQUENCE: dict[str, Callable[..., int]] = {
     "flowshard.sequence_attention": _sequence,
     "flowshard.sequence_attention_backward": _sequence_backward,
 }

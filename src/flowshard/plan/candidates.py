@@ -107,7 +107,7 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
     for strategy in STRATEGIES:
         if (strategy == "single") != (devices == 1) and strategy not in _OFFLOADS:
             continue
-        plain = [{}] if devices > 1 or strategy == "single" else []
+        plain: list[dict[str, bool]] = [{}] if devices > 1 or strategy == "single" else []
         for offload in (*plain, *_OFFLOADS.get(strategy, ())):
             for shard in _shards(strategy, devices, nodes):
                 for sequence in _divisors(devices):

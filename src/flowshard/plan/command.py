@@ -1,7 +1,7 @@
 """`flowshard plan`: all layouts of a config with what they need, and the one to take."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from flowshard.device import known_peak
 from flowshard.errors import UserError
-from flowshard.families.base import Size
+from flowshard.families.base import Family, Size
 from flowshard.memory.fakes import Tensors
 from flowshard.parallel.layout import Layout, resolve_layout
 from flowshard.plan.candidates import Assessed, assess, candidates, environment
@@ -62,7 +62,7 @@ def make_plan(question: Question) -> Plan:
     inputs = _inputs(question)
     tensors, tokens = _micro_batch(inputs, question)
     whole, _ = typed_model(inputs)
-    model = PlannedModel(inputs, whole, tensors, accelerator=True)
+    model = PlannedModel(inputs, whole, tensors, accelerator=not config.device.startswith("cpu"))
     blocks = len(family.blocks(whole))
     found = list(candidates(config, devices=question.devices, nodes=question.nodes, tokens=tokens, blocks=blocks))
     if not found:
@@ -112,7 +112,7 @@ def _choose(fitting: Sequence[Assessed], others: Sequence[Assessed], usable: int
 def _inputs(question: Question) -> PlanInputs:
     """What models are built from."""
     config, family = question.config, question.family
-    settings = {**_defaults(family.transformer_class), **question.settings}
+    settings = transformer_settings(family, question.settings)
     base = settings
     if config.model.layers is not None:
         base = {**settings, **family.shortened(settings, config.model.layers)}
@@ -142,12 +142,13 @@ def _inputs(question: Question) -> PlanInputs:
     return PlanInputs(config, family, question.variant, settings, adapted, trained, init, layout)
 
 
-def _defaults(transformer_class: str) -> dict[str, Any]:
-    """Those of a class in diffusers."""
-    signature = inspect.signature(getattr(diffusers, transformer_class).__init__)
-    return {
+def transformer_settings(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A transformer's config with the defaults of its class in diffusers."""
+    signature = inspect.signature(getattr(diffusers, family.transformer_class).__init__)
+    defaults = {
         name: one.default for name, one in signature.parameters.items() if one.default is not inspect.Parameter.empty
     }
+    return {**defaults, **config}
 
 
 def _micro_batch(inputs: PlanInputs, question: Question) -> tuple[Tensors, int]:

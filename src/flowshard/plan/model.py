@@ -94,7 +94,8 @@ class PlannedModel:
                 ends = self._ends[degrees]
                 tokens = [1 / math.prod(one) for one in (*ends, degrees)]
                 share = (tokens[2] - tokens[0]) / (tokens[1] - tokens[0])
-                known = between(*(self._few_blocks(end, policy) for end in ends), share)
+                first, last = (self._few_blocks(end, policy) for end in ends)
+                known = between(first, last, share)
             else:
                 known = self._measure(degrees, policy)
             self._timelines[degrees, policy] = known

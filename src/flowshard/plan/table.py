@@ -45,9 +45,9 @@ def _shown(plan: Plan) -> list[Assessed]:
         first.setdefault((candidate.layout.strategy, *offloads), one)
     chosen = list(first.values())
     own = next((one for one in plan.layouts if one.candidate.configured), None)
-    for one in (own, plan.recommended):
-        if one is not None:
-            chosen = [one, *(other for other in chosen if other is not one)]
+    for special in (own, plan.recommended):
+        if special is not None:
+            chosen = [special, *(one for one in chosen if one is not special)]
     return chosen
 
 
