@@ -32,11 +32,19 @@ def planned(inputs: RunInputs, tensors: dict[str, torch.Tensor]) -> PlannedModel
     return PlannedModel(inputs, build_on_meta(inputs).model, tensors, accelerator=False)
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("policy", ["keep", "selective", "recompute"])
+@pytest.mark.parametrize(
+    ("method", "dtype", "policy"),
+    [
+        ("lora", "float32", "keep"),
+        ("lora", "bfloat16", "recompute"),
+        ("full", "bfloat16", "keep"),
+        ("full", "float32", "recompute"),
+        pytest.param("lora", "bfloat16", "selective", marks=pytest.mark.slow),
+        pytest.param("full", "bfloat16", "recompute", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_on_one_process(tiny: Path, clips: Path, tmp_path: Path, method: str, dtype: str, policy: str) -> None:
-    options = (f"train.method={method}", f"model.dtype={dtype}", f"memory.activations={policy}")
+    options = (f"train.method={method}", f"model.dtype={dtype}", f"memory.activations={policy}", "lora.rank=8")
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", *options))
     tensors = batch(16)
     model = planned(inputs, tensors)

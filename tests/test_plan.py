@@ -211,7 +211,7 @@ def test_training_refuses_what_cannot_fit_before_weights_load(
     run = runs.config(tiny, clips, tmp_path / "run", "train.method=full")
     inputs = check_inputs(run)
     runs.batches(inputs)  # fills the cache
-    monkeypatch.setattr(train_plan, "memory_total_bytes", lambda device: 32 * 2**20)
+    monkeypatch.setattr(train_plan, "memory_total_bytes", lambda _: 32 * 2**20)
     monkeypatch.setattr("flowshard.train.loop.fill", None)
     with pytest.raises(
         UserError, match=r"memory: this run needs 3\d\.\d MiB .* have 32\.0 MiB; use .*recompute"

@@ -26,7 +26,7 @@ from flowshard.train.observer import Observer
 
 dist: Any = torch.distributed
 _SMALL = 4096
-"""Smaller storages are not looked at in a run: there are thousands, and together they are nothing."""
+"""Smaller storages are not looked at: there are thousands, and together they are nothing."""
 
 
 class Storages(TorchDispatchMode):
@@ -35,11 +35,9 @@ class Storages(TorchDispatchMode):
     Their size is asked again each time, as engines empty storages in place. Mapped files are left out.
     """
 
-    def __init__(self, smallest: int = 1) -> None:
-        """Leave out storages of fewer than `smallest` bytes."""
+    def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._smallest = smallest
         self._storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +52,7 @@ class Storages(TorchDispatchMode):
         """Look at a tensor's storage from here on."""
         local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        if storage.device.type == "cpu" and storage.filename is None and storage.nbytes() >= self._smallest:
+        if storage.device.type == "cpu" and storage.filename is None and storage.nbytes() >= _SMALL:
             self._storages[storage._cdata] = storage
 
 
@@ -74,7 +72,7 @@ def main(files: list[str]) -> None:
         for file in files:
             inputs = check_inputs(load_config(file))
             gc.collect()
-            storages = Storages(_SMALL)
+            storages = Storages()
             with storages:
                 train(inputs, processes.with_layout(inputs.layout), LastStep(storages, inputs.steps))
             gathered: list[Any] = [None] * inputs.layout.world
