@@ -103,7 +103,7 @@ def test_stand_ins_have_the_shapes_of_encoded_samples(
 def test_a_plan_without_weights_or_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LoRA of the 1.3B model: by hand, frozen weights in bfloat16 and adapters in float32 with two moments."""
     file = config(tmp_path)
-    assert main(["plan", str(file), "lora.targets=[q]", "--devices", "4", "--device", "a100", "--json"]) == 0
+    assert main(["plan", str(file), "lora.targets=[q]", "--devices", "2", "--device", "a100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     trained = 30 * 2 * 2 * 32 * 1536  # blocks, attentions, factors
     assert found["trained"] == trained
@@ -114,14 +114,16 @@ def test_a_plan_without_weights_or_data(tmp_path: Path, capsys: pytest.CaptureFi
         if not one["offload_optimizer"] and not one["offload_parameters"]
     }
     assert {strategy for strategy, _, _ in layouts} == {"ddp", "zero1", "zero2", "zero3", "fsdp2"}
-    assert {sequence for _, sequence, _ in layouts} == {1, 2, 4}
+    assert {sequence for _, sequence, _ in layouts} == {1, 2}
     ddp, fsdp2 = layouts["ddp", 1, "recompute"], layouts["fsdp2", 1, "recompute"]
     assert ddp["memory"]["gradients"] == 4 * trained and ddp["memory"]["optimizer"] == 8 * trained
-    assert fsdp2["memory"]["optimizer"] == 2 * trained
-    assert ddp["sent"]["gradients"] == 2 * 4 * trained * 3 // 4
-    assert fsdp2["memory"]["parameters"] == pytest.approx(ddp["memory"]["parameters"] / 4, rel=1e-6)
-    assert layouts["ddp", 4, "keep"]["memory"]["activations"] < 0.3 * layouts["ddp", 1, "keep"]["memory"]["activations"]
-    assert layouts["ddp", 4, "keep"]["flops"] == pytest.approx(layouts["ddp", 1, "keep"]["flops"], rel=0.02)
+    assert fsdp2["memory"]["optimizer"] == 4 * trained
+    assert ddp["sent"]["gradients"] == 2 * 4 * trained // 2
+    assert fsdp2["memory"]["parameters"] == pytest.approx(ddp["memory"]["parameters"] / 2, rel=1e-6)
+    assert (
+        layouts["ddp", 2, "keep"]["memory"]["activations"] < 0.55 * layouts["ddp", 1, "keep"]["memory"]["activations"]
+    )
+    assert layouts["ddp", 2, "keep"]["flops"] == pytest.approx(layouts["ddp", 1, "keep"]["flops"], rel=0.02)
     assert ddp["flops"] > 1.25 * layouts["ddp", 1, "keep"]["flops"]
     assert found["recommended"]["fits"] and found["recommended"]["memory"]["peak"] <= USABLE * found["device_memory"]
     for one in found["layouts"]:
@@ -131,8 +133,8 @@ def test_a_plan_without_weights_or_data(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_the_table_says_what_to_take_and_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = config(tmp_path, more="layout: {strategy: ddp}")
-    command = ["plan", str(file), "model.layers=3", "train.method=full", "--devices", "2", "--device-memory"]
+    file = config(tmp_path)
+    command = ["plan", str(file), "model.layers=3", "train.method=full", "--devices", "1", "--device-memory"]
     assert main([*command, "6GiB"]) == 0
     text = capsys.readouterr().out
     assert "recommended: layout.strategy=" in text
@@ -142,7 +144,7 @@ def test_the_table_says_what_to_take_and_what_does_not_fit(tmp_path: Path, capsy
 
 
 def test_degrees_between_others_are_as_if_measured(tmp_path: Path) -> None:
-    found = plan(config(tmp_path), "model.layers=3", "train.global_batch=1", devices=12)
+    found = plan(config(tmp_path), "model.layers=3", "train.global_batch=12", devices=12)
     model = found.model
     degrees = (4, 1)
     assert degrees in model._ends
@@ -180,8 +182,8 @@ def test_degrees_between_others_are_as_if_measured(tmp_path: Path) -> None:
             "model.variant: nowhere is not here to be recognised; set model.variant",
         ),
         (
-            ["train.micro_batch=3", "--devices", "8"],
-            "train.global_batch: 8 samples cannot be divided among 8 processes",
+            ["data.frames=1", "data.height=16", "data.width=16", "train.global_batch=1", "--devices", "8"],
+            "train.global_batch: 1 samples cannot be divided among 8 processes",
         ),
     ],
 )
@@ -211,10 +213,10 @@ def test_training_refuses_what_cannot_fit_before_weights_load(
     run = runs.config(tiny, clips, tmp_path / "run", "train.method=full")
     inputs = check_inputs(run)
     runs.batches(inputs)  # fills the cache
-    monkeypatch.setattr(train_plan, "memory_total_bytes", lambda _: 32 * 2**20)
+    monkeypatch.setattr(train_plan, "memory_total_bytes", lambda _: 29 * 2**20)
     monkeypatch.setattr("flowshard.train.loop.fill", None)
     with pytest.raises(
-        UserError, match=r"memory: this run needs 3\d\.\d MiB .* have 32\.0 MiB; use .*recompute"
+        UserError, match=r"memory: this run needs 3\d\.\d MiB .* have 29\.0 MiB; use .*recompute"
     ) as error:
         run_training(inputs)
     assert "memory.activations=keep" not in str(error.value)

@@ -103,7 +103,7 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
         tokens: of a sample, which at most so many processes share.
         blocks: of the model.
     """
-    own = _own(config, devices, nodes)
+    own = legal_layout(config, devices, nodes)
     for strategy in STRATEGIES:
         if (strategy == "single") != (devices == 1) and strategy not in _OFFLOADS:
             continue
@@ -130,10 +130,6 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
                         one = changed.model_copy(update={"memory": memory})
                         same = own is not None and _same(own, layout, changed, config)
                         yield Candidate(one, layout, (policy,) * blocks, same and config.memory.activations == policy)
-
-
-def _own(config: Config, devices: int, nodes: int) -> Layout | None:
-    return legal_layout(config, devices, nodes)
 
 
 def _same(own: Layout, layout: Layout, changed: Config, config: Config) -> bool:

@@ -95,9 +95,10 @@ def check_memory(inputs: RunInputs, model: PlannedModel, memory: MemoryEstimate,
         return
     usable = total // layout.local_world if on_cpu else int(USABLE * total)
     nodes = max(1, layout.world // layout.local_world)
-    found = candidates(
-        inputs.config, devices=layout.world, nodes=nodes, tokens=layout.sequence, blocks=len(model.size.blocks)
-    )
+    data, blocks = inputs.config.data, len(model.size.blocks)
+    tokens = inputs.family.token_count(data.height, data.width, data.frames)
+    found = list(candidates(inputs.config, devices=layout.world, nodes=nodes, tokens=tokens, blocks=blocks))
+    model.expect((one.layout.ulysses, one.layout.ring) for one in found)
     choices = []
     for one in sorted(found, key=lambda one: one.complexity):
         if on_cpu and (one.config.layout.offload_optimizer or one.config.layout.offload_parameters):
