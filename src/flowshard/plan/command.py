@@ -11,7 +11,7 @@ import torch
 
 from flowshard.device import known_peak
 from flowshard.errors import UserError
-from flowshard.families.base import Family, Size
+from flowshard.families.base import Family
 from flowshard.memory.fakes import Tensors
 from flowshard.parallel.layout import Layout, resolve_layout
 from flowshard.plan.candidates import Assessed, assess, candidates, environment
@@ -153,10 +153,9 @@ def transformer_settings(family: Family, config: Mapping[str, Any]) -> dict[str,
 
 def _micro_batch(inputs: PlanInputs, question: Question) -> tuple[Tensors, int]:
     """The tensors of one, all zero, and the tokens of a sample."""
-    family, data, micro = inputs.family, question.config.data, question.config.train.micro_batch
-    size = Size(data.height, data.width, data.frames)
+    family, micro = inputs.family, question.config.train.micro_batch
     sample = family.stand_in(
-        inputs.transformer_config, size, text_tokens=question.text_tokens, pictures=question.pictures
+        inputs.transformer_config, question.size, text_tokens=question.text_tokens, pictures=question.pictures
     )
     latents = sample.pop("latents")
     tensors = family.batch_conditions([sample] * micro)

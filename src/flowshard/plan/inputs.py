@@ -9,6 +9,7 @@ from flowshard.config import Config
 from flowshard.config_file import load_config
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
+from flowshard.families.base import Size
 from flowshard.parallel.layout import Layout
 from flowshard.plan.hardware import DEFAULT, Hardware, find_hardware, parse_bytes
 from flowshard.train.inputs import with_expert, with_variant
@@ -58,6 +59,8 @@ class Question:
     """The transformer's config, without the defaults of its class."""
     known_from: str
     """Where from."""
+    size: Size
+    """Of a sample."""
     devices: int
     nodes: int
     hardware: Hardware
@@ -93,8 +96,8 @@ def check_plan(options: PlanOptions) -> Question:
         raise UserError(f"model.variant: {config.model.path} is not here to be recognised; set model.variant")
     config, family, variant = with_variant(config)
     config = with_expert(config, variant)
-    data = config.data
-    family.check_size(data.height, data.width, data.frames, where="data.")
+    size = Size(config.data.height, config.data.width, config.data.frames)
+    family.check_size(*size, where="data.")
     settings, known_from = _transformer(config, family, variant)
     return Question(
         config=config,
@@ -102,6 +105,7 @@ def check_plan(options: PlanOptions) -> Question:
         variant=variant,
         settings=settings,
         known_from=known_from,
+        size=size,
         devices=options.devices,
         nodes=options.nodes,
         hardware=hardware,

@@ -15,12 +15,12 @@ _HEAD = ("layout", "activations", "peak", "parameters", "gradients", "optimizer"
 def as_text(plan: Plan) -> str:
     """The recommended layout, and of every strategy the fastest that fits or else the smallest."""
     question = plan.question
-    config, data = question.config, question.config.data
+    config, sample = question.config, question.size
     size = plan.model.size.whole
     lines = [
         f"{'model':<11} {question.variant.name}, {question.known_from}",
         f"{'method':<11} {config.train.method}, {count(size.trained)} of {count(size.elements)} parameters are trained",
-        f"{'sample':<11} {data.width}x{data.height}, {data.frames} frame{'s' * (data.frames > 1)}, {plan.tokens:,} tokens",
+        f"{'sample':<11} {sample.width}x{sample.height}, {sample.frames} frame{'s' * (sample.frames > 1)}, {plan.tokens:,} tokens",
         f"{'step':<11} {config.train.global_batch} samples, micro-batches of {config.train.micro_batch}",
         f"{'devices':<11} {question.devices} x {amount(question.memory)} ({question.hardware.name}) on {question.nodes} "
         f"machine{'s' * (question.nodes > 1)}, of which tensors may take {USABLE:.0%}: {amount(plan.usable)} each",

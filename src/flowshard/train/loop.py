@@ -105,7 +105,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     def plan_memory() -> MemoryEstimate:
         planned = PlannedModel(inputs, build.model, largest.tensors(), accelerator=device.type != "cpu")
         found = planned.estimate(layout)
-        check_memory(inputs, planned, found, device)
+        check_memory(inputs, planned, found, latents=largest.latents.shape[1:], device=device)
         return found
 
     memory = processes.on_main(plan_memory)

@@ -76,13 +76,16 @@ def describe_plan(
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 
-def check_memory(inputs: RunInputs, model: PlannedModel, memory: MemoryEstimate, device: torch.device) -> None:
+def check_memory(
+    inputs: RunInputs, model: PlannedModel, memory: MemoryEstimate, *, latents: torch.Size, device: torch.device
+) -> None:
     """Refuse a run that the memory of its device cannot hold.
 
     Args:
         inputs: checked.
         model: of the run.
         memory: what a process needs at most.
+        latents: shape of the largest sample's latents without batch.
         device: of this process; those of the others are taken to be alike. Processes on a CPU share its memory.
 
     Raises:
@@ -95,8 +98,7 @@ def check_memory(inputs: RunInputs, model: PlannedModel, memory: MemoryEstimate,
         return
     usable = total // layout.local_world if on_cpu else int(USABLE * total)
     nodes = max(1, layout.world // layout.local_world)
-    data, blocks = inputs.config.data, len(model.size.blocks)
-    tokens = inputs.family.token_count(data.height, data.width, data.frames)
+    tokens, blocks = inputs.family.tokens(latents), len(model.size.blocks)
     found = list(candidates(inputs.config, devices=layout.world, nodes=nodes, tokens=tokens, blocks=blocks))
     model.expect((one.layout.ulysses, one.layout.ring) for one in found)
     choices = []
