@@ -1,68 +1,82 @@
-"""The memory estimate against what autograd and the optimizer really keep."""
+"""The memory estimate against the storages that are alive in a real step."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from flowshard.memory.estimate import estimate_memory
+from flowshard.memory.estimate import Engine, estimate_memory
+from flowshard.plan.model import PlannedModel
 from flowshard.train.build import build_on_meta, loss_function
-from flowshard.train.inputs import check_inputs
+from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.optimizer import optimizer_factory
 from tests import runs
+from tests.workers.memory import Storages
+
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_activations_gradients_and_state_are_exact(
-    tiny: Path, clips: Path, tmp_path: Path, method: str, dtype: str, policy: str
-) -> None:
-    options = (f"train.method={method}", f"model.dtype={dtype}", f"memory.activations={policy}")
-    config = runs.config(tiny, clips, tmp_path / "run", *options)
-    inputs = check_inputs(config)
-    device = torch.device("cpu")
-    meta = build_on_meta(inputs)
-    filled = runs.fill_model(inputs)
-    model = filled.model
-    loss_of = loss_function(inputs.family, dtype=getattr(torch, dtype), device=device)
-    shape = (2, 16, 2, 4, 4)
-    tensors = {
+def batch(size: int = 4) -> dict[str, torch.Tensor]:
+    """Two samples of `2 * size * size / 4` tokens."""
+    shape = (2, 16, 2, size, size)
+    return {
         "latents": torch.randn(shape),
         "noise": torch.randn(shape),
         "sigma": torch.tensor([0.2, 0.8]),
         "weight": torch.ones(2),
         "prompt_embeds": torch.randn(2, 512, 64),
     }
-    estimate = estimate_memory(meta.model, loss_of, tensors, optimizer_factory(config), meta.policies, device)
 
-    weights = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, torch.UntypedStorage] = {}
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # holding it keeps its address from being used again
-        return tensor
+def planned(inputs: RunInputs, tensors: dict[str, torch.Tensor]) -> PlannedModel:
+    return PlannedModel(inputs, build_on_meta(inputs).model, tensors, accelerator=False)
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss = loss_of(model, tensors)
-    assert estimate.activations == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=1e-3)
 
-    loss.backward()
-    optimizer = optimizer_factory(config)([{"params": [p for p in model.parameters() if p.requires_grad]}])
-    optimizer.step()
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
-    state = sum(
-        value.numel() * value.element_size()
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if value.ndim
+@pytest.mark.parametrize(
+    ("method", "dtype", "policy"),
+    [
+        ("lora", "float32", "keep"),
+        ("lora", "bfloat16", "recompute"),
+        ("full", "bfloat16", "keep"),
+        ("full", "float32", "recompute"),
+        pytest.param("lora", "bfloat16", "selective", marks=pytest.mark.slow),
+        pytest.param("full", "bfloat16", "recompute", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_on_one_process(tiny: Path, clips: Path, tmp_path: Path, method: str, dtype: str, policy: str) -> None:
+    options = (f"train.method={method}", f"model.dtype={dtype}", f"memory.activations={policy}", "lora.rank=8")
+    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", *options))
+    tensors = batch(16)
+    model = planned(inputs, tensors)
+    timeline = model.timeline(ulysses=1, ring=1, policies=model.policies())
+    estimate = estimate_memory(timeline, model.size, Engine("single"), model.optimizer)
+
+    filled = runs.fill_model(inputs)
+    loss_of = loss_function(inputs.family, dtype=getattr(torch, dtype), device=CPU)
+    trained = [parameter for parameter in filled.model.parameters() if parameter.requires_grad]
+    optimizer = optimizer_factory(inputs.config)([{"params": trained}])
+    storages = Storages()
+    for tensor in (*filled.model.parameters(), *filled.model.buffers(), *tensors.values()):
+        storages.know(tensor)
+    with storages:
+        for _ in range(2):
+            storages.peak = 0
+            loss_of(filled.model, tensors).backward()
+            optimizer.step()
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            held = sum(gradient.nbytes for gradient in gradients)
+            del gradients
+            optimizer.zero_grad()
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.ndim)
+    mapped = sum(
+        tensor.nbytes
+        for tensor in filled.model.parameters()
+        if tensor.untyped_storage().filename is not None  # frozen weights in the type of the file stay in its mapping
     )
-    assert estimate.gradients == gradients
+    assert estimate.gradients == held
     assert estimate.optimizer == state
-    assert estimate.parameters == sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
-    assert estimate.total == estimate.parameters + gradients + state + estimate.activations
+    assert estimate.parameters == sum(t.nbytes for t in [*filled.model.parameters(), *filled.model.buffers()])
+    assert estimate.peak == pytest.approx(storages.peak + mapped, rel=0.02)
 
 
 def test_estimating_computes_nothing_and_leaves_the_model_alone(tiny: Path, clips: Path, tmp_path: Path) -> None:
@@ -70,8 +84,7 @@ def test_estimating_computes_nothing_and_leaves_the_model_alone(tiny: Path, clip
     inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run"))
     meta = build_on_meta(inputs)
     before = dict(meta.model.named_parameters())
-    shape = torch.Size([1, 16, 21, 400, 400])
-    huge = torch.zeros(1).expand(shape)
+    huge = torch.zeros(1).expand(1, 16, 21, 400, 400)
     tensors = {
         "latents": huge,
         "noise": huge,
@@ -79,11 +92,8 @@ def test_estimating_computes_nothing_and_leaves_the_model_alone(tiny: Path, clip
         "weight": torch.ones(1),
         "prompt_embeds": torch.zeros(1, 512, 64),
     }
-    device = torch.device("cpu")
-    loss_of = loss_function(inputs.family, dtype=torch.float32, device=device)
-    make_optimizer = optimizer_factory(inputs.config)
-    estimate = estimate_memory(meta.model, loss_of, tensors, make_optimizer, meta.policies, device)
-    assert estimate.activations > 10 * 2**30
+    model = PlannedModel(inputs, meta.model, tensors, accelerator=False)
+    assert model.timeline(ulysses=1, ring=1, policies=meta.policies).kept > 10 * 2**30
     assert all(
         before[name] is parameter and parameter.grad is None for name, parameter in meta.model.named_parameters()
     )
@@ -91,20 +101,27 @@ def test_estimating_computes_nothing_and_leaves_the_model_alone(tiny: Path, clip
 
 def test_selective_keeps_the_attention_outputs_on_top_of_recompute(tiny: Path, clips: Path, tmp_path: Path) -> None:
     """By hand: for 2 samples of 8 tokens and 3 blocks, two attentions each give 12 heads x 16 channels and a log-sum-exp."""
-    found = {}
-    device = torch.device("cpu")
-    for policy in ("keep", "recompute", "selective"):
-        inputs = check_inputs(runs.config(tiny, clips, tmp_path / policy, f"memory.activations={policy}"))
-        meta = build_on_meta(inputs)
-        tensors = {
-            "latents": torch.zeros(2, 16, 2, 4, 4),
-            "noise": torch.zeros(2, 16, 2, 4, 4),
-            "sigma": torch.zeros(2),
-            "weight": torch.ones(2),
-            "prompt_embeds": torch.zeros(2, 512, 64),
-        }
-        loss_of = loss_function(inputs.family, dtype=torch.float32, device=device)
-        make_optimizer = optimizer_factory(inputs.config)
-        found[policy] = estimate_memory(meta.model, loss_of, tensors, make_optimizer, meta.policies, device).activations
-    assert found["selective"] - found["recompute"] == 3 * 2 * (2 * 8 * 12 * 16 * 4 + 2 * 8 * 12 * 4)
-    assert found["recompute"] < found["selective"] < found["keep"]
+    model = planned(check_inputs(runs.config(tiny, clips, tmp_path / "run")), batch())
+    keep, recompute, selective = (
+        model.timeline(ulysses=1, ring=1, policies=[policy] * 3).kept for policy in ("keep", "recompute", "selective")
+    )
+    assert selective - recompute == 3 * 2 * (2 * 8 * 12 * 16 * 4 + 2 * 8 * 12 * 4)
+    assert recompute < selective < keep
+
+
+def test_blocks_that_were_not_measured_are_like_the_others(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    """Seven blocks, of which three are measured, as if all were measured."""
+    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", "model.dtype=bfloat16", "train.method=full"))
+    object.__setattr__(inputs.source, "config", {**inputs.source.config, "num_layers": 7})
+    object.__setattr__(inputs, "trained", [name for name, _ in build_on_meta(inputs).model.named_parameters()])
+    tensors = batch(16)
+    few, every = planned(inputs, tensors), planned(inputs, tensors)
+    every._few = 7
+    for policy in ("keep", "recompute"):
+        short, whole = (model.timeline(ulysses=1, ring=1, policies=[policy] * 7) for model in (few, every))
+        assert short.flops == whole.flops
+        assert short.kept == pytest.approx(whole.kept, rel=0.01)
+        peaks = [
+            estimate_memory(timeline, few.size, Engine("single"), few.optimizer).peak for timeline in (short, whole)
+        ]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.01)

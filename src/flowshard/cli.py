@@ -100,6 +100,22 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UserError(f"{count} problem{'s' if count > 1 else ''} found; training would fail")
 
 
+def _plan(parsed: argparse.Namespace) -> None:
+    from flowshard.plan.inputs import PlanOptions, check_plan
+
+    fields = PlanOptions.__dataclass_fields__
+    question = check_plan(PlanOptions(**{name: getattr(parsed, name) for name in fields}))
+
+    from flowshard.libraries import quiet_libraries
+    from flowshard.plan.command import make_plan
+    from flowshard.plan.table import as_json, as_text
+
+    quiet_libraries()
+    plan = make_plan(question)
+    sys.stdout.write(json.dumps(as_json(plan), indent=2) if parsed.json else as_text(plan))
+    sys.stdout.write("\n")
+
+
 def _generate(parsed: argparse.Namespace) -> None:
     from flowshard.generate import GenerateOptions, check_generation, generate
 
@@ -227,6 +243,34 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--workers", type=int, metavar="N", help="threads that decode (default: as many as processors)")
     check.add_argument("--processes", type=int, metavar="N", help="of the layout (default: the fewest that it needs)")
     check.set_defaults(run=_check)
+
+    plan = commands.add_parser(
+        "plan",
+        help="say which layouts of a config fit on so many devices, and which to take, without weights or GPU",
+        description="Work out memory, communication, operations and the time of a step for every layout of a config that is "
+        "legal on so many devices, and recommend one. Needs neither the model's weights nor the data.",
+        usage="flowshard plan CONFIG [a.b=value ...] --devices N [options]",
+    )
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of a run")
+    plan.add_argument("overrides", metavar="a.b=value", nargs="*", help="for example data.frames=81")
+    plan.add_argument("--devices", type=int, required=True, metavar="N", help="devices of the run, over all machines")
+    plan.add_argument("--nodes", type=int, default=1, metavar="M", help="machines that they are on (default: 1)")
+    plan.add_argument(
+        "--device",
+        metavar="KIND",
+        help="a100, a100-40gb, h100, h200, b200, l40s, rtx4090, 910b2, 910b3 or 910b4 (default: h100)",
+    )
+    plan.add_argument(
+        "--device-memory", metavar="SIZE", help="of one device, for example 80GB or 64GiB (default: that of KIND)"
+    )
+    plan.add_argument(
+        "--text-tokens", type=int, metavar="N", help="of a prompt, where they differ (default: the most there can be)"
+    )
+    plan.add_argument(
+        "--references", type=int, metavar="N", help="reference pictures of a sample (default: 1 if the model needs one)"
+    )
+    plan.add_argument("--json", action="store_true", help="print all layouts as JSON")
+    plan.set_defaults(run=_plan)
 
     generate = commands.add_parser(
         "generate",

@@ -139,6 +139,14 @@ def memory_peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def memory_total_bytes(device: torch.device) -> int:
+    """The memory of an accelerator, or of this machine."""
+    if device.type != "cpu":
+        backend: Any = getattr(torch, device.type)
+        return int(backend.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 _PEAKS = (
     # TFLOP/s of dense matrix products in bfloat16 or float16, accumulated in float32, from the makers' data sheets, which
     # often give twice that, for sparse ones. NVIDIA: data sheets of A100, H100, H200, HGX B200, L40S and the Ada

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from flowshard.errors import RunError, UserError
 from flowshard.weights.names import Vocabulary
@@ -55,6 +55,14 @@ class Input:
     """Whether a sample can have more than one of `images`."""
 
 
+class Size(NamedTuple):
+    """Of a sample in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int
+
+
 Inputs = Mapping[str, Any]
 """By column: a picture or a clip as uint8 RGB of shape (frames, height, width, 3); `images` as a list of PIL images."""
 
@@ -75,6 +83,9 @@ class Variant:
     """Settings of pipeline, transformer or scheduler that tell it from its siblings; one that is not there is false."""
     experts: Mapping[str, tuple[float, float]] | None = None
     """Of a model with two transformers: `high` and `low` to the range of sigma that each is for."""
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    """The transformer's published `config.json`, as far as it differs from the defaults of its class in diffusers; to plan
+    without files."""
 
 
 class Family(ABC):
@@ -131,6 +142,10 @@ class Family(ABC):
     """Names of the whole transformer in ComfyUI's files; None if they are the publisher's."""
     remembering: ClassVar[tuple[str, ...]] = ()
     """Attributes of the transformer that keep tensors from one call to the next."""
+    text_tokens: ClassVar[int]
+    """Tokens of the longest prompt, to which all are padded if `pads_text`; needed with `stand_in`."""
+    pads_text: ClassVar[bool] = True
+    """Whether every prompt has as many tokens."""
     encoding_version: ClassVar[int]
     """Raised whenever the result of an `encode_` method changes, so that no stale cache entry is used."""
 
@@ -198,6 +213,10 @@ class Family(ABC):
     def shortened(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         """What changes in a transformer's config if it keeps the first `layers` blocks of each list."""
         return {key: min(layers, config.get(key, layers)) for key in self.block_lists.values()}
+
+    def few_blocks(self, config: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """What changes in a transformer's config if it has `count` blocks of each kind, or all if these are fewer."""
+        return self.shortened(config, count)
 
     def token_count(self, height: int, width: int, frames: int) -> int:
         """Image or video tokens of a sample of a size that `check_size` accepts."""
@@ -383,6 +402,20 @@ class Family(ABC):
         Returns:
             The prediction, shaped like `noisy`.
         """
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        """Zeros in the shapes of what the `encode_` methods give for one sample, to plan without data.
+
+        Args:
+            config: of the transformer, with the defaults of its class.
+            size: of the sample.
+            text_tokens: of its prompt.
+            pictures: for each of `inputs` of the kind `images`.
+        """
+        del config, size, text_tokens, pictures
+        raise UserError(
+            f"model.variant: the family {self.name} does not say what its samples look like, so cannot be planned"
+        )
 
     def blocks(self, transformer: torch.nn.Module) -> list[torch.nn.Module]:
         """The repeated blocks, in the order of execution."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Sampling, Variant
+from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import FLUX_VAE, prompt_length
@@ -28,6 +28,7 @@ SCHEDULER: Mapping[str, Any] = {
     "max_image_seq_len": 4096,
     "shift": 3.0,
 }
+DISTILLED: Mapping[str, Any] = {"guidance_embeds": True}
 TEXT_TOKENS = 512
 """Length to which a prompt is padded; the transformer attends to the padding."""
 _QKV, _ADDED_QKV = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -46,6 +47,7 @@ class Flux(JointFamily):
                 heads=24,
                 scheduler=SCHEDULER,
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=50, guidance=3.5),
+                transformer=DISTILLED,
             ),
             Variant(
                 "flux.1-krea-dev",
@@ -53,6 +55,7 @@ class Flux(JointFamily):
                 heads=24,
                 scheduler=SCHEDULER,
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=28, guidance=4.5),
+                transformer=DISTILLED,
             ),
         )
     }
@@ -101,6 +104,7 @@ class Flux(JointFamily):
         "linear2": ("single_transformer_blocks.*.proj_out",),
     }
     names = FLUX_NAMES
+    text_tokens = TEXT_TOKENS
     encoding_version = 1
 
     original_weights = "flux1*.safetensors"
@@ -164,6 +168,15 @@ class Flux(JointFamily):
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        return {
+            **super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures),
+            "prompt_embeds": torch.zeros(text_tokens, config["joint_attention_dim"], dtype=torch.bfloat16),
+            "pooled_prompt_embeds": torch.zeros(config["pooled_projection_dim"], dtype=torch.bfloat16),
+        }
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Split all that the model gets, so that each process embeds its own tokens only; gather the projections."""

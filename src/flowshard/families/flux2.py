@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
-from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tokens
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
@@ -88,6 +88,7 @@ class Flux2(JointFamily):
         "linear2": ("single_transformer_blocks.*.attn.to_out",),
     }
     names = FLUX2_NAMES
+    text_tokens = TEXT_TOKENS
     encoding_version = 1
 
     original_weights: ClassVar[str | None] = "flux2*.safetensors"
@@ -197,6 +198,12 @@ class Flux2(JointFamily):
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        own = super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+        return {**own, "prompt_embeds": torch.zeros(text_tokens, config["joint_attention_dim"], dtype=torch.bfloat16)}
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """As that of FLUX.1, but for the blocks with one stream, which compute attention and feed-forward in one."""

@@ -11,6 +11,16 @@ from flowshard.families.image_files import VAE_FILE, parts
 _BASE = Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0)
 _DISTILLED = Sampling(height=1024, width=1024, frames=1, steps=4, guidance=1.0)
 
+_4B = {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+_9B = {"num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "guidance_embeds": False}
+"""https://github.com/black-forest-labs/flux2, src/flux2/model.py."""
+
 
 class Flux2Klein(Flux2):
     """FLUX.2 [klein] and its base models, which are not distilled and do classifier-free guidance."""
@@ -23,6 +33,7 @@ class Flux2Klein(Flux2):
             scheduler=SCHEDULER,
             sampling=_DISTILLED if distilled else _BASE,
             known_by={"is_distilled": distilled},
+            transformer=_4B if heads == 24 else _9B,
         )
         for name, heads, distilled in (
             ("FLUX.2-klein-4B", 24, True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flowshard.families.base import Input, Sampling, Variant
-from flowshard.families.flux import SCHEDULER, Flux
+from flowshard.families.flux import DISTILLED, SCHEDULER, Flux
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,7 @@ class FluxKontext(Flux):
             heads=24,
             scheduler=SCHEDULER,
             sampling=Sampling(height=1024, width=1024, frames=1, steps=30, guidance=2.5),
+            transformer=DISTILLED,
         )
     }
     pipeline_class = "FluxKontextPipeline"

@@ -7,7 +7,7 @@ which these models take them: that of `torch.pixel_unshuffle`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowshard.errors import UserError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Inputs, Size, Tensors
 
 Rotate = Callable[..., "torch.Tensor"]
 """Applies rotary tables to (batch, tokens, heads, size)."""
@@ -66,6 +66,20 @@ class JointFamily(ImageFamily):
             vae: of the pipeline.
             pixels: (batch, 3, height, width) in [-1, 1].
         """
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        """The latents of a sample and of reference pictures of its size; the text is the family's."""
+        import torch
+
+        del text_tokens
+
+        def grid(height: int, width: int) -> torch.Tensor:
+            side = self.spatial_multiple
+            return torch.zeros(config["in_channels"], height // side, width // side)
+
+        shape = self.input_shape((size.width, size.height)) if pictures and self.inputs else (0, 0)
+        references = {f"{REFERENCE}{place}": grid(*shape) for place in range(pictures * len(self.inputs))}
+        return {"latents": grid(size.height, size.width), **references}
 
     def tokens(self, shape: torch.Size) -> int:
         _, height, width = shape

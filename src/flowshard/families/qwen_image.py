@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.families.base import Sampling, Variant
+from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.image_files import count_blocks, parts
 from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import make_on_cpu, rotate_complex
@@ -83,6 +83,8 @@ class QwenImage(JointFamily):
         "transformer_blocks", "img_in", "txt_in", "txt_norm", "time_text_embed", "norm_out", "proj_out"
     )
     remembering = ("pos_embed",)
+    text_tokens = TEXT_TOKENS
+    pads_text = False
     encoding_version = 1
 
     original_weights = "transformer/diffusion_pytorch_model*.safetensors"
@@ -156,6 +158,12 @@ class QwenImage(JointFamily):
             return_dict=False,
         )[0]
         return to_grid(prediction, noisy)
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        own = super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+        return {**own, "prompt_embeds": torch.zeros(text_tokens, config["joint_attention_dim"], dtype=torch.bfloat16)}
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Split before the first block, as the model takes the length of the text from the embedding."""

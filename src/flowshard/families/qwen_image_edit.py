@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.qwen_image import SCHEDULER, QwenImage
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flowshard.weights.source import ModelSource
 
 _AREA = 1024 * 1024
+_SEEN_TOKEN = 28
+"""Side, in pixels, of a token of a picture in the text encoder."""
 
 
 class QwenImageEdit(QwenImage):
@@ -62,6 +64,11 @@ class QwenImageEdit(QwenImage):
             embeddings, _ = encoders.encode_prompt(prompt, image=self.as_given(pictures), device=encoders.device)
         return {"prompt_embeds": embeddings[0].cpu()}
 
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        """The prompt has the reference pictures in it."""
+        text_tokens += pictures * self.seen_area // _SEEN_TOKEN**2
+        return super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+
     @staticmethod
     def as_given(pictures: list[Image.Image]) -> Any:
         """Reference pictures in the form in which the pipeline takes them."""
@@ -104,6 +111,7 @@ class QwenImageEditPlus(QwenImageEdit):
                 scheduler=SCHEDULER,
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=40, guidance=4.0),
                 known_by={"zero_cond_t": True},
+                transformer={"zero_cond_t": True},
             ),
         )
     }

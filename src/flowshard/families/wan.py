@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.families import wan_encoders, wan_files, wan_names
-from flowshard.families.base import Family, Sampling, Variant, as_bytes
+from flowshard.families.base import Family, Sampling, Size, Variant, as_bytes
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
 
@@ -45,6 +45,7 @@ class Wan(Family):
                 heads=12,
                 scheduler={"flow_shift": 3.0},
                 sampling=Sampling(height=480, width=832, frames=81, steps=50, guidance=5.0),
+                transformer={"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960},
             ),
             Variant(
                 "wan2.1-t2v-14b",
@@ -91,6 +92,7 @@ class Wan(Family):
         "ffn.2": ("ffn.net.2",),
     }
     names = wan_names.NAMES
+    text_tokens = TEXT_TOKENS
     encoding_version = 1
 
     original_weights = wan_files.WEIGHTS
@@ -191,6 +193,17 @@ class Wan(Family):
             "hidden_states": noisy,
             "timestep": sigma * TIMESTEPS,
             "encoder_hidden_states": conditions["prompt_embeds"],
+        }
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        del pictures
+        stride = self.spatial_multiple // PATCH
+        frames = (size.frames - 1) // self.frame_stride + 1
+        return {
+            "latents": torch.zeros(config["out_channels"], frames, size.height // stride, size.width // stride),
+            "prompt_embeds": torch.zeros(text_tokens, config["text_dim"], dtype=torch.bfloat16),
         }
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:

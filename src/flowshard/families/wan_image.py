@@ -13,7 +13,7 @@ from PIL import Image
 
 from flowshard.errors import UserError
 from flowshard.families import wan_files
-from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.wan import Wan, experts
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 FIRST = Input("input_image", "image", from_clip="first")
 LAST = Input("end_image", "image", from_clip="last")
+CLIP_TOKENS = 257
+"""Of a picture in the published CLIP encoder."""
+_WITH_CLIP = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 
 
 class WanImage(Wan):
@@ -38,6 +41,7 @@ class WanImage(Wan):
                 heads=40,
                 scheduler={"flow_shift": 3.0},
                 sampling=Sampling(height=480, width=832, frames=81, steps=40, guidance=5.0),
+                transformer=_WITH_CLIP,
             ),
             Variant(
                 "wan2.1-i2v-14b-720p",
@@ -45,6 +49,7 @@ class WanImage(Wan):
                 heads=40,
                 scheduler={"flow_shift": 5.0},
                 sampling=Sampling(height=720, width=1280, frames=81, steps=40, guidance=5.0),
+                transformer=_WITH_CLIP,
             ),
         )
     }
@@ -106,6 +111,17 @@ class WanImage(Wan):
             own["encoder_hidden_states_image"] = conditions["image_embeds"].flatten(0, 1)
         return own
 
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        own = super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+        channels, given = config["in_channels"] - config["out_channels"], len(self.inputs)
+        own["image_condition"] = torch.zeros(channels, *own["latents"].shape[1:])
+        if config["image_dim"] is not None:
+            tokens = (config["pos_embed_seq_len"] or given * CLIP_TOKENS) // given
+            own["image_embeds"] = torch.zeros(given, tokens, config["image_dim"])
+        return own
+
     def stock_inputs(self, inputs: Inputs, frames: int) -> dict[str, Any]:
         del frames
         names = {FIRST.column: "image", LAST.column: "last_image"}
@@ -134,6 +150,7 @@ class WanFirstLast(WanImage):
             heads=40,
             scheduler={"flow_shift": 16.0},
             sampling=Sampling(height=720, width=1280, frames=81, steps=50, guidance=5.0),
+            transformer={**_WITH_CLIP, "pos_embed_seq_len": 2 * CLIP_TOKENS},
         )
     }
     marks = {"in_channels": 36, "image_dim": True, "pos_embed_seq_len": True}
@@ -157,6 +174,7 @@ class WanImageExperts(WanImage):
             scheduler={"flow_shift": 5.0},
             sampling=Sampling(height=720, width=1280, frames=81, steps=40, guidance=3.5),
             experts=experts(0.9),
+            transformer={"in_channels": 36},
         )
     }
     marks = {"in_channels": 36, "image_dim": False}

@@ -5,12 +5,13 @@ The picture is the first latent frame itself: it is put in clean, its tokens hav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from flowshard.families import wan_files
-from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.wan import PATCH, Wan
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ class WanTextImage(Wan):
             heads=24,
             scheduler={"flow_shift": 5.0},
             sampling=Sampling(height=704, width=1280, frames=121, steps=50, guidance=5.0),
+            transformer={
+                "num_attention_heads": 24,
+                "num_layers": 30,
+                "ffn_dim": 14336,
+                "in_channels": 48,
+                "out_channels": 48,
+            },
         )
     }
     marks = {"out_channels": 48}
@@ -64,6 +72,12 @@ class WanTextImage(Wan):
             noisy_frames[0] = 0.0
         tokens = noisy_frames.repeat_interleave((height // PATCH) * (width // PATCH))
         own["timestep"] = own["timestep"].view(batch, 1) * tokens
+        return own
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        own = super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+        if size.frames > 1:
+            own[_CONDITION] = own["latents"][:, :1].clone()
         return own
 
     def learned(self, latents: torch.Tensor, conditions: Tensors) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from flowshard.errors import UserError
-from flowshard.families.base import Input, Sampling, Variant
+from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.families.wan import PATCH, Wan, experts
 
@@ -42,6 +42,12 @@ class WanVace(Wan):
                 heads=12,
                 scheduler={"flow_shift": 16.0},
                 sampling=Sampling(height=480, width=832, frames=81, steps=50, guidance=5.0),
+                transformer={
+                    "num_attention_heads": 12,
+                    "num_layers": 30,
+                    "ffn_dim": 8960,
+                    "vace_layers": list(range(0, 30, 2)),
+                },
             ),
             Variant(
                 "wan2.1-vace-14b",
@@ -77,6 +83,11 @@ class WanVace(Wan):
         kept = [layer for layer in config["vace_layers"] if layer < layers]
         return {"num_layers": min(layers, config["num_layers"]), "vace_layers": kept}
 
+    def few_blocks(self, config: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """As many of the branch as of the others."""
+        layers = list(range(min(count, len(config["vace_layers"]))))
+        return {"num_layers": min(count, config["num_layers"]), "vace_layers": layers}
+
     def load_encoders(self, source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> Any:
         encoders = super().load_encoders(source, dtype=dtype, device=device)
         # Where the pipeline's functions that prepare conditions look up the size of a patch.
@@ -106,6 +117,15 @@ class WanVace(Wan):
             return {"control": control}
         own = self.encode_media(encoders, frames)["latents"]
         return {"control": control, "latents": torch.cat([control[: len(own), :pictures], own], dim=1)}
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        own = super().stand_in(config, size, text_tokens=text_tokens, pictures=pictures)
+        channels, frames, height, width = own["latents"].shape
+        own["latents"] = torch.zeros(channels, frames + pictures, height, width)
+        own["control"] = torch.zeros(config["vace_in_channels"], frames + pictures, height, width)
+        return own
 
     def transformer_inputs(self, noisy: torch.Tensor, sigma: torch.Tensor, conditions: Tensors) -> Tensors:
         own = super().transformer_inputs(noisy, sigma, conditions)

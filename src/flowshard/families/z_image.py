@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Sampling, Variant
+from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.image_files import VAE_FILE, count_blocks, parts
 from flowshard.families.images import FLUX_VAE, ImageFamily
 from flowshard.families.rotary import real_tables, rotate_complex
@@ -27,6 +27,7 @@ PATCH = 2
 _PROMPT = "prompt_embeds."
 """Conditions of a batch have the embedding of each sample's prompt under this name and its place."""
 _BLOCKS = ("noise_refiner", "context_refiner", "layers")
+_TRANSFORMER: Mapping[str, Any] = {"axes_lens": [1536, 512, 512]}
 _ONLY_PATCH = f"{PATCH}-1"
 """The model's name for the only patch size that it is published with."""
 
@@ -65,6 +66,7 @@ class ZImage(ImageFamily):
                 scheduler={"use_dynamic_shifting": False, "shift": 3.0},
                 sampling=Sampling(height=1024, width=1024, frames=1, steps=8, guidance=0.0),
                 known_by={"shift": 3.0},
+                transformer=_TRANSFORMER,
             ),
             Variant(
                 "z-image",
@@ -73,6 +75,7 @@ class ZImage(ImageFamily):
                 scheduler={"use_dynamic_shifting": False, "shift": 6.0},
                 sampling=Sampling(height=1280, width=720, frames=1, steps=50, guidance=4.0),
                 known_by={"shift": 6.0},
+                transformer=_TRANSFORMER,
             ),
         )
     }
@@ -97,6 +100,8 @@ class ZImage(ImageFamily):
     )
     comfyui_names = COMFYUI_NAMES
     remembering = ("rope_embedder",)
+    text_tokens = TEXT_TOKENS
+    pads_text = False
     encoding_version = 1
 
     original_weights = "transformer/diffusion_pytorch_model*.safetensors"
@@ -113,7 +118,7 @@ class ZImage(ImageFamily):
         "rope_theta": 256.0,
         "t_scale": 1000.0,
         "axes_dims": [32, 48, 48],
-        "axes_lens": [1536, 512, 512],
+        **_TRANSFORMER,
     }
 
     def original_file(self, variant: Variant) -> str:
@@ -169,6 +174,16 @@ class ZImage(ImageFamily):
     def tokens(self, shape: torch.Size) -> int:
         _, height, width = shape
         return (height // PATCH) * (width // PATCH)
+
+    def stand_in(self, config: Mapping[str, Any], size: Size, *, text_tokens: int, pictures: int) -> Tensors:
+        import torch
+
+        del pictures
+        stride = self.spatial_multiple // PATCH
+        return {
+            "latents": torch.zeros(config["in_channels"], size.height // stride, size.width // stride),
+            "prompt_embeds": torch.zeros(text_tokens, config["cap_feat_dim"], dtype=torch.bfloat16),
+        }
 
     def sequence_plan(self, transformer: torch.nn.Module, tokens: Tokens) -> SequencePlan:
         """Refiners divide the stream that they refine; then the model joins both, and its layers divide the result.

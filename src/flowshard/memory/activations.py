@@ -6,7 +6,7 @@ moved or dropped, never parameters.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,7 +50,12 @@ def block_policies(memory: MemoryConfig, blocks: int) -> list[ActivationPolicy]:
 
 
 def apply_activation_policies(
-    model: Any, blocks: Sequence[torch.nn.Module], policies: Sequence[ActivationPolicy], *, partitioned: bool
+    model: Any,
+    blocks: Sequence[torch.nn.Module],
+    policies: Sequence[ActivationPolicy],
+    *,
+    partitioned: bool,
+    host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Give every block its policy.
 
@@ -59,6 +64,7 @@ def apply_activation_policies(
         blocks: all of them, in the order of execution.
         policies: as many.
         partitioned: whether DeepSpeed's ZeRO-3 empties parameters between their uses.
+        host_memory: entered while `offload` allocates host memory, for those who count memory.
     """
     if all(policy == "keep" for policy in policies):
         return
@@ -66,7 +72,7 @@ def apply_activation_policies(
     # Under ZeRO-3 a frozen one-dimensional weight that the recomputation sees has been emptied again when torch
     # compares it with what it saw in the forward pass (deepspeed < 0.19.3); the values are right all the same.
     options: dict[str, Any] = {"determinism_check": "none"} if partitioned else {}
-    offload = InputOffload()
+    offload = InputOffload(host_memory)
 
     def run(block: torch.nn.Module, *inputs: Any) -> Any:
         policy = by_block[id(block)]
@@ -129,7 +135,9 @@ class InputOffload:
     Inputs that all blocks share (text, timestep, rotary tables) stay where they are: they are kept once anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """Enter `host_memory` while host memory is allocated."""
+        self._host_memory = host_memory
         self._earlier: set[int] = set()
         self.offloaded_bytes = 0
         """Bytes copied to host memory so far."""
@@ -143,8 +151,10 @@ class InputOffload:
         def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
             if storage_id(tensor) not in own:
                 return tensor.device, tensor
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
-            host.copy_(tensor, non_blocking=tensor.device.type != "cpu")
+            pinned = tensor.device.type != "cpu"
+            with self._host_memory():
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            host.copy_(tensor, non_blocking=pinned)
             self.offloaded_bytes += host.nbytes
             return tensor.device, host
 

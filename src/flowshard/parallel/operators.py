@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.library import custom_op, register_autograd
 
-from flowshard.parallel.sequence import find_group, ring_backward, ring_forward
+from flowshard.parallel.sequence import find_group, find_shape, ring_backward, ring_forward
 
 Tensor = torch.Tensor
 ATTENTION = "flowshard::sequence_attention"
@@ -36,7 +36,7 @@ def _attention(
 def _attention_shapes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group: str, sizes: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    members = find_group(group)
+    members = find_shape(group)
     batch, own, heads, size = query.shape
     tokens, share = sum(members.column(sizes, members.ring_rank)), heads // members.ulysses
     lse = query.new_empty(batch, share, tokens, dtype=torch.float32)
@@ -75,7 +75,7 @@ def _keep_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     result, exchanged, whole, lse = output
     ctx.group, ctx.sizes = group, list(sizes)
     ctx.set_materialize_grads(False)
-    if find_group(group).ulysses == 1:
+    if find_shape(group).ulysses == 1:
         ctx.save_for_backward(query, key, value, result, lse, mask)
     else:
         ctx.save_for_backward(exchanged, whole, lse, mask)
@@ -115,7 +115,7 @@ def _sum(whole: Tensor, group: str, sizes: list[int]) -> Tensor:
 
 @_sum.register_fake
 def _sum_shapes(whole: Tensor, group: str, sizes: list[int]) -> Tensor:
-    return whole.new_empty(sizes[find_group(group).rank], *whole.shape[1:])
+    return whole.new_empty(sizes[find_shape(group).rank], *whole.shape[1:])
 
 
 def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 def _gather_context(ctx: Any, inputs: Any, output: Any) -> None:
     del output
     _, ctx.group, sizes, ctx.summed = inputs
-    ctx.sizes, ctx.rank = list(sizes), find_group(ctx.group).rank
+    ctx.sizes, ctx.rank = list(sizes), find_shape(ctx.group).rank
 
 
 register_autograd("flowshard::gather_tokens", _gather_backward, setup_context=_gather_context)
@@ -156,8 +156,8 @@ def sequence_attention(
     Returns:
         Shaped like `query`.
     """
-    if query.shape[1] != sizes[find_group(group).rank]:
-        raise RuntimeError(f"{query.shape[1]} tokens where the plan has {sizes[find_group(group).rank]}; sizes {sizes}")
+    if query.shape[1] != sizes[find_shape(group).rank]:
+        raise RuntimeError(f"{query.shape[1]} tokens where the plan has {sizes[find_shape(group).rank]}; sizes {sizes}")
     output: Tensor = _attention(query, key, value, mask, group, sizes)[0]
     return output
 

@@ -12,7 +12,7 @@ from flowshard.device import compute_dtype
 from flowshard.families.base import Family
 from flowshard.families.sequence import SequencePlan, Tokens
 from flowshard.parallel.operators import gather_tokens, sequence_attention
-from flowshard.parallel.sequence import SequenceGroup
+from flowshard.parallel.sequence import GroupShape
 
 
 def part_sizes(length: int, degree: int) -> list[int]:
@@ -27,7 +27,7 @@ class GroupTokens:
     How long a stream is, is noted where it is split and stays noted, as blocks may run again in the backward pass.
     """
 
-    def __init__(self, group: SequenceGroup) -> None:
+    def __init__(self, group: GroupShape) -> None:
         self._group = group
         self._lengths: dict[str, int] = {}
 
@@ -109,7 +109,7 @@ class WholeTokens:
         return npu.attention(query, key, value, mask)
 
 
-def apply_plans(model: torch.nn.Module, family: Family, group: SequenceGroup | None, device: torch.device) -> None:
+def apply_plans(model: torch.nn.Module, family: Family, group: GroupShape | None, device: torch.device) -> None:
     """Change a model for the device and for the processes that it will run on.
 
     Args:
@@ -130,9 +130,7 @@ def apply_plans(model: torch.nn.Module, family: Family, group: SequenceGroup | N
         install_plan(model, dataclasses.replace(plan, processors=stock), tokens)
 
 
-def apply_sequence_plan(
-    model: Any, make_plan: Callable[[Any, GroupTokens], SequencePlan], group: SequenceGroup
-) -> None:
+def apply_sequence_plan(model: Any, make_plan: Callable[[Any, GroupTokens], SequencePlan], group: GroupShape) -> None:
     """Divide the tokens of a model over a group.
 
     Args:

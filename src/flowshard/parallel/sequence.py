@@ -44,29 +44,18 @@ class Traffic:
     """Spent in all of them, if timed."""
 
 
-class SequenceGroup:
-    """The processes that share the tokens of a sample, as this one sees them."""
+class GroupShape:
+    """The degrees of the processes that share the tokens of a sample, and the place of one of them."""
 
-    def __init__(self, layout: Layout, device: torch.device, *, timed: bool = False) -> None:
-        """Make the groups. Collective over all processes.
+    def __init__(self, *, ulysses: int, ring: int, rank: int) -> None:
+        """Register it, as operators find it by its name.
 
         Args:
-            layout: with `sequence`, `ulysses` and `ring`.
-            device: of this process.
-            timed: whether to measure the seconds of communication, which makes an accelerator wait at each operation.
+            ulysses: processes next to each other, that exchange heads.
+            ring: processes that pass keys and values round.
+            rank: place in the group.
         """
-        self.degree, self.ulysses, self.ring = layout.sequence, layout.ulysses, layout.ring
-        self.rank = layout.rank % layout.sequence
-        self.traffic = Traffic()
-        self._device, self._timed = device, timed
-        data = layout.world // layout.sequence
-        mesh = init_device_mesh(
-            device.type, (data, layout.ring, layout.ulysses), mesh_dim_names=("data", "ring", "ulysses")
-        )
-        whole = init_device_mesh(device.type, (data, layout.sequence), mesh_dim_names=("data", "sequence"))
-        self._ring_group, self._ulysses_group = mesh.get_group("ring"), mesh.get_group("ulysses")
-        self._group = whole.get_group("sequence")
-        self._ring_ranks = dist.get_process_group_ranks(self._ring_group)
+        self.degree, self.ulysses, self.ring, self.rank = ulysses * ring, ulysses, ring, rank
         self.name = f"{next(_numbers)}"
         _groups[self.name] = self
 
@@ -83,6 +72,30 @@ class SequenceGroup:
     def column(self, sizes: Sequence[int], ring_rank: int) -> list[int]:
         """Of the tokens of each process, those of the ones that exchange heads at a place in the ring."""
         return list(sizes[ring_rank * self.ulysses : (ring_rank + 1) * self.ulysses])
+
+
+class SequenceGroup(GroupShape):
+    """The processes that share the tokens of a sample, as this one sees them."""
+
+    def __init__(self, layout: Layout, device: torch.device, *, timed: bool = False) -> None:
+        """Make the groups. Collective over all processes.
+
+        Args:
+            layout: with `sequence`, `ulysses` and `ring`.
+            device: of this process.
+            timed: whether to measure the seconds of communication, which makes an accelerator wait at each operation.
+        """
+        super().__init__(ulysses=layout.ulysses, ring=layout.ring, rank=layout.rank % layout.sequence)
+        self.traffic = Traffic()
+        self._device, self._timed = device, timed
+        data = layout.world // layout.sequence
+        mesh = init_device_mesh(
+            device.type, (data, layout.ring, layout.ulysses), mesh_dim_names=("data", "ring", "ulysses")
+        )
+        whole = init_device_mesh(device.type, (data, layout.sequence), mesh_dim_names=("data", "sequence"))
+        self._ring_group, self._ulysses_group = mesh.get_group("ring"), mesh.get_group("ulysses")
+        self._group = whole.get_group("sequence")
+        self._ring_ranks = dist.get_process_group_ranks(self._ring_group)
 
     @contextmanager
     def _sending(self, kind: str, number: int) -> Iterator[None]:
@@ -193,7 +206,7 @@ class SequenceGroup:
 
 
 _numbers = count()
-_groups: dict[str, SequenceGroup] = {}
+_groups: dict[str, GroupShape] = {}
 """By name, as operators take no Python objects."""
 
 
@@ -201,9 +214,16 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:index]) for index in range(len(counts))]
 
 
+def find_shape(name: str) -> GroupShape:
+    """The degrees of the group of that name, which may not exist."""
+    return _groups[name]
+
+
 def find_group(name: str) -> SequenceGroup:
     """The group of that name."""
-    return _groups[name]
+    group = _groups[name]
+    assert isinstance(group, SequenceGroup)  # noqa: S101
+    return group
 
 
 def ring_forward(group: SequenceGroup, qkv: Tensor, mask: Tensor | None, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,22 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from flowshard.config import ActivationPolicy
+from flowshard.config import ActivationPolicy, Config
 from flowshard.device import autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.memory.flops import CPU
 from flowshard.objective.flow import add_noise, sample_losses
+from flowshard.parallel.layout import Layout
 from flowshard.parallel.plan import apply_plans
-from flowshard.parallel.sequence import SequenceGroup
+from flowshard.parallel.sequence import GroupShape
 from flowshard.parallel.strategies import GroupSettings, Strategy
 from flowshard.patterns import select
 from flowshard.train.checkpoint import Checkpoint, StateReader
@@ -24,11 +25,30 @@ from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
 from flowshard.weights.extend import Extension, extend_model
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
-from flowshard.weights.lora_files import load_factors
+from flowshard.weights.lora_files import LoraFile, load_factors
 from flowshard.weights.precision import compute_in_float32
 from flowshard.weights.report import LoadReport, some
 
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+class ModelInputs(Protocol):
+    """What a model is built from; see `RunInputs`."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def family(self) -> Family: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def transformer_config(self) -> Mapping[str, Any]: ...
+    @property
+    def adapted(self) -> list[str]: ...
+    @property
+    def trained(self) -> list[str]: ...
+    @property
+    def init_from(self) -> LoraFile | None: ...
 
 
 @dataclass
@@ -47,8 +67,8 @@ class Build:
 
 
 def build_on_meta(
-    inputs: RunInputs,
-    sequence: SequenceGroup | None = None,
+    inputs: ModelInputs,
+    sequence: GroupShape | None = None,
     *,
     device: torch.device = CPU,
     measure: Callable[[torch.nn.Module], None] | None = None,
@@ -68,22 +88,7 @@ def build_on_meta(
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
     """
     config = inputs.config
-    model = build_model(inputs.family.transformer_class, {**inputs.source.config, **_shortened(inputs)})
-    spec = config.model.extend
-    extension = Extension() if spec is None else extend_model(model, spec, seed=config.seed)
-    trained = _trained(model, inputs, extension)
-    model.requires_grad_(False)
-    if inputs.adapted:
-        modules = dict(model.named_modules())
-        targets = [name for name in inputs.adapted if name in modules]
-        lora.inject(model, targets=targets, rank=config.lora.rank, alpha=config.lora.alpha)
-    for name, parameter in model.named_parameters():
-        if lora.base_name(name) in trained:
-            parameter.requires_grad_(True)
-    dtype = getattr(torch, config.model.dtype)
-    declare_types(model, dtype)
-    if dtype != torch.float32:
-        compute_in_float32(model)
+    model, extension = typed_model(inputs)
     if measure is not None:
         measure(model)
     apply_plans(model, inputs.family, sequence, device)
@@ -102,7 +107,42 @@ def build_on_meta(
     return Build(model.train(), blocks, policies, settings, new, frozenset(extension.removed))
 
 
-def _trained(model: torch.nn.Module, inputs: RunInputs, extension: Extension) -> set[str]:
+def typed_model(inputs: ModelInputs, few: int | None = None) -> tuple[Any, Extension]:
+    """The transformer on the meta device with adapters, in its final types; what is frozen needs no gradient.
+
+    Args:
+        inputs: checked.
+        few: build only so many blocks of each kind, to measure them.
+
+    Raises:
+        UserError: the extension fails, or a pattern matches nothing.
+    """
+    config, family = inputs.config, inputs.family
+    settings = inputs.transformer_config
+    if config.model.layers is not None:
+        settings = {**settings, **family.shortened(settings, config.model.layers)}
+    if few is not None:
+        settings = {**settings, **family.few_blocks(settings, few)}
+    model = build_model(family.transformer_class, settings)
+    spec = config.model.extend
+    extension = Extension() if spec is None else extend_model(model, spec, seed=config.seed)
+    trained = _trained(model, inputs, extension)
+    model.requires_grad_(False)
+    if inputs.adapted:
+        modules = dict(model.named_modules())
+        targets = [name for name in inputs.adapted if name in modules]
+        lora.inject(model, targets=targets, rank=config.lora.rank, alpha=config.lora.alpha)
+    for name, parameter in model.named_parameters():
+        if lora.base_name(name) in trained:
+            parameter.requires_grad_(True)
+    dtype = getattr(torch, config.model.dtype)
+    declare_types(model, dtype)
+    if dtype != torch.float32:
+        compute_in_float32(model)
+    return model, extension
+
+
+def _trained(model: torch.nn.Module, inputs: ModelInputs, extension: Extension) -> set[str]:
     """Names of the parameters that are trained, adapters left out: what was selected, and what was added."""
     if inputs.config.model.extend is None:
         return set(inputs.trained)
@@ -116,12 +156,6 @@ def _trained(model: torch.nn.Module, inputs: RunInputs, extension: Extension) ->
 
 def _given(value: torch.Tensor) -> torch.Tensor:
     return value
-
-
-def _shortened(inputs: RunInputs) -> dict[str, Any]:
-    """What `model.layers` changes in the transformer's config."""
-    layers = inputs.config.model.layers
-    return {} if layers is None else inputs.family.shortened(inputs.source.config, layers)
 
 
 def use_masters(build: Build, checkpoint: Checkpoint, reader: StateReader) -> None:

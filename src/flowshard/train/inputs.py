@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flowshard.config import Config
 from flowshard.data.metadata import Metadata
@@ -66,6 +67,11 @@ class RunInputs:
     sampling: SampleInputs | None
     """What is made during training."""
 
+    @property
+    def transformer_config(self) -> Mapping[str, Any]:
+        """The transformer's, in diffusers' terms."""
+        return self.source.config
+
 
 def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -> RunInputs:
     """Find what is wrong with a run's input within moments.
@@ -79,7 +85,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     """
     recognised = config.model.variant is None
     config, family, variant = with_variant(config)
-    config = _with_expert(config, variant)
+    config = with_expert(config, variant)
     if config.model.extend is not None:
         check_spec(config.model.extend, option="model.extend")
     layout = resolve_layout(config, environment)
@@ -112,7 +118,7 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     init = None
     if config.lora.init_from is not None:
         init = _only(read_lora(Path(config.lora.init_from), layers, family.names, option="lora.init_from"), tensors)
-    adapted, trained = _select_trained(config, family, tensors, init)
+    adapted, trained = select_trained(config, family, tensors, init)
     _check_groups(config, adapted, trained)
     checkpoint = find_checkpoint(config)
     changes = () if checkpoint is None else tuple(check_resumable(checkpoint, config, metadata))
@@ -172,8 +178,12 @@ def with_variant(config: Config) -> tuple[Config, Family, Variant]:
     return config, *find_variant(name, option="model.variant")
 
 
-def _with_expert(config: Config, variant: Variant) -> Config:
-    """The config with the range of sigma of the expert that is trained."""
+def with_expert(config: Config, variant: Variant) -> Config:
+    """The config with the range of sigma of the expert that is trained.
+
+    Raises:
+        UserError: the variant has experts and none is chosen, or the other way round, or the range is not the expert's.
+    """
     expert, objective = config.model.expert, config.objective
     if variant.experts is None:
         if expert is not None:
@@ -290,10 +300,20 @@ def _only(file: LoraFile, tensors: dict[str, TensorInfo]) -> LoraFile:
     return replace(file, layers=tuple(layer for layer in file.layers if f"{layer.name}.weight" in tensors))
 
 
-def _select_trained(
+def select_trained(
     config: Config, family: Family, tensors: dict[str, TensorInfo], init: LoraFile | None
 ) -> tuple[list[str], list[str]]:
-    """The modules with an adapter and the base parameters that are trained, in the order of the files."""
+    """The modules with an adapter and the base parameters that are trained, in the order of the files.
+
+    Args:
+        config: of the run.
+        family: of the model.
+        tensors: of the transformer, of which only names and shapes are looked at.
+        init: where adapters get their values.
+
+    Raises:
+        UserError: a pattern matches nothing, or what is selected contradicts itself.
+    """
     patterns = config.train.modules
     if config.model.extend is None:
         trained = select(tensors, patterns, option="train.modules")

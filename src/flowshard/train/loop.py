@@ -11,11 +11,12 @@ from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_datasets
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
-from flowshard.memory.estimate import estimate_memory
+from flowshard.memory.estimate import MemoryEstimate
 from flowshard.objective.grids import noise_levels
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
+from flowshard.plan.model import PlannedModel
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, agreed_digest, restore, write_training_state
@@ -25,7 +26,7 @@ from flowshard.train.meters import CommunicationMeter, FlopMeter, StepTotals, to
 from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
 from flowshard.train.optimizer import AVERAGE, averaged, optimizer_factory, schedule_factor
-from flowshard.train.plan import describe_plan
+from flowshard.train.plan import check_memory, describe_plan
 from flowshard.train.record import environment_record
 from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
@@ -102,15 +103,14 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         for line in inputs.changes:
             say(line)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    memory = estimate_memory(
-        build.model,
-        loss_of,
-        largest.tensors(),
-        make_optimizer,
-        build.policies,
-        device,
-        remembering=inputs.family.remembering,
-    )
+
+    def plan_memory() -> MemoryEstimate:
+        planned = PlannedModel(inputs, build.model, largest.tensors(), accelerator=device.type != "cpu")
+        found = planned.estimate(layout)
+        check_memory(inputs, planned, found, latents=largest.latents.shape[1:], device=device)
+        return found
+
+    memory = processes.on_main(plan_memory)
     writer = WeightsWriter(build.model, config)
     strategy = make_strategy(config, processes)
     say(describe_plan(inputs, build, memory, latents=largest.latents.shape[1:], device=device))

@@ -1,8 +1,14 @@
-"""The plan that is printed before the first step."""
+"""The plan that is printed before the first step, and the refusal of a run that cannot fit."""
 
 import torch
 
+from flowshard.device import memory_total_bytes
+from flowshard.errors import UserError
 from flowshard.memory.estimate import MemoryEstimate
+from flowshard.plan.candidates import candidates
+from flowshard.plan.hardware import USABLE
+from flowshard.plan.model import PlannedModel
+from flowshard.plan.units import amount, count
 from flowshard.train.build import Build
 from flowshard.train.inputs import RunInputs
 
@@ -29,7 +35,6 @@ def describe_plan(
     trained = sum(parameter.numel() for parameter in build.model.parameters() if parameter.requires_grad)
     tokens = inputs.family.tokens(latents)
     layout = inputs.layout
-    memory = memory.divided(layout)
     method = f"LoRA of rank {config.lora.rank} on {len(inputs.adapted)} layers" if inputs.adapted else "full training"
     if inputs.adapted and inputs.trained:
         method += f", {len(inputs.trained)} tensors in full"
@@ -41,7 +46,7 @@ def describe_plan(
         ),
         ("layout", f"{layout.text}: {layout.reason}"),
         ("method", method),
-        ("parameters", f"{_count(everything)}, trained {_count(trained)} ({100 * trained / everything:.2f} %)"),
+        ("parameters", f"{count(everything)}, trained {count(trained)} ({100 * trained / everything:.2f} %)"),
         (
             "data",
             f"{len(inputs.data.training.rows)} rows, {inputs.samples} samples an epoch"
@@ -61,8 +66,9 @@ def describe_plan(
         ),
         (
             "memory",
-            f"{_bytes(memory.total)} = parameters {_bytes(memory.parameters)} + gradients {_bytes(memory.gradients)} + "
-            f"optimizer {_bytes(memory.optimizer)} + activations {_bytes(memory.activations)}",
+            f"{amount(memory.peak)} at most, in the {memory.moment}: parameters {amount(memory.parameters)}, gradients "
+            f"{amount(memory.gradients)}, optimizer {amount(memory.optimizer)}, activations {amount(memory.activations)}, "
+            f"buffers {amount(memory.buffers)}" + (f"; {amount(memory.host)} in host memory" if memory.host else ""),
         ),
     ]
     if inputs.guidance is not None:
@@ -78,15 +84,45 @@ def _noise_levels(inputs: RunInputs) -> str:
     return f"preset {objective.preset}, shift {inputs.shift:g}, places {low:g} to {high:g} of the grid, weighting bell"
 
 
-def _count(number: int) -> str:
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return str(number)
+def check_memory(
+    inputs: RunInputs, model: PlannedModel, memory: MemoryEstimate, *, latents: torch.Size, device: torch.device
+) -> None:
+    """Refuse a run that the memory of its device cannot hold.
+
+    Args:
+        inputs: checked.
+        model: of the run.
+        memory: what a process needs at most.
+        latents: shape of the largest sample's latents without batch.
+        device: of this process; those of the others are taken to be alike. Processes on a CPU share its memory.
+
+    Raises:
+        UserError: with layouts of as many processes that fit.
+    """
+    layout = inputs.layout
+    total = memory_total_bytes(device)
+    on_cpu = device.type == "cpu"
+    if memory.peak <= (total // layout.local_world if on_cpu else total):
+        return
+    usable = total // layout.local_world if on_cpu else int(USABLE * total)
+    nodes = max(1, layout.world // layout.local_world)
+    tokens, blocks = inputs.family.tokens(latents), len(model.size.blocks)
+    found = list(candidates(inputs.config, devices=layout.world, nodes=nodes, tokens=tokens, blocks=blocks))
+    model.expect((one.layout.ulysses, one.layout.ring) for one in found)
+    choices = []
+    for one in sorted(found, key=lambda one: one.complexity):
+        if on_cpu and (one.config.layout.offload_optimizer or one.config.layout.offload_parameters):
+            continue  # to the same memory
+        if model.estimate(one.layout, config=one.config, policies=one.policies).peak <= usable:
+            choices.append(" ".join(one.options))
+        if len(choices) == _CHOICES:
+            break
+    fix = f"use {'; or '.join(choices)}" if choices else "take more devices, fewer frames or pixels, or LoRA"
+    raise UserError(
+        f"memory: this run needs {amount(memory.peak)} in the {memory.moment} on each of its devices, which have "
+        f"{amount(total // layout.local_world if on_cpu else total)}; {fix}. `flowshard plan` shows all layouts"
+    )
 
 
-def _bytes(number: int) -> str:
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.2f} {unit}"
-    return f"{number} B"
+_CHOICES = 3
+"""Layouts that a message names."""

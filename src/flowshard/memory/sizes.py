@@ -1,0 +1,83 @@
+"""How large the parameters of a model are, block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MASTER = 4
+"""Bytes of an element of a trained parameter, of its gradient and of each tensor that its optimizer keeps."""
+SMALL = 100_000
+"""Elements of parameters that ZeRO-3 gathers once and keeps: DeepSpeed's default of
+`stage3_param_persistence_threshold`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of some parameters and buffers."""
+
+    bytes: int = 0
+    elements: int = 0
+    """Of parameters alone."""
+    trained: int = 0
+    """Elements that are trained."""
+    largest: int = 0
+    """Elements of the largest trained parameter."""
+    small: int = 0
+    """Bytes of parameters of at most `SMALL` elements."""
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(
+            self.bytes + other.bytes,
+            self.elements + other.elements,
+            self.trained + other.trained,
+            max(self.largest, other.largest),
+            self.small + other.small,
+        )
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Of a model."""
+
+    blocks: tuple[Size, ...]
+    """Of each block, in the order of execution."""
+    rest: Size
+    """Of what is in no block."""
+
+    @property
+    def whole(self) -> Size:
+        """Of all of it."""
+        return sum(self.blocks, self.rest)
+
+
+def model_size(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> ModelSize:
+    """The sizes of a model, which may be on the meta device.
+
+    Args:
+        model: with the types that its parameters will have.
+        blocks: in the order of execution.
+    """
+    inside: set[int] = set()
+    sizes = []
+    for block in blocks:
+        tensors = _tensors(block)
+        inside.update(map(id, tensors))
+        sizes.append(_size(tensors))
+    return ModelSize(tuple(sizes), _size([tensor for tensor in _tensors(model) if id(tensor) not in inside]))
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> Size:
+    parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+    trained = [tensor.numel() for tensor in parameters if tensor.requires_grad]
+    return Size(
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        elements=sum(tensor.numel() for tensor in parameters),
+        trained=sum(trained),
+        largest=max(trained, default=0),
+        small=sum(one.numel() * one.element_size() for one in parameters if one.numel() <= SMALL),
+    )

@@ -1,0 +1,1 @@
+"""What a layout needs and how long it takes, before it runs."""
