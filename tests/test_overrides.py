@@ -98,7 +98,7 @@ def test_override_without_name_or_value_is_refused(file: Path, override: str) ->
 
 def test_section_overridden_by_a_single_value_lists_its_options(file: Path) -> None:
     assert _refusal(file, "lora=16") == (
-        "lora: a group of options; set one of lora.rank, lora.alpha, lora.targets, lora.init_from, lora.preset"
+        "lora: a group of options; set one of lora.rank, lora.alpha, lora.targets, lora.init, lora.init_from, lora.preset"
     )
 
 
