@@ -41,8 +41,7 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
     """Operations of one call of an operator, as `count_flops` counts them; 0 for those that it does not count."""
     packet = getattr(operator, "_overloadpacket", None)
     if packet in _ATTENTION:
-        attention: Callable[..., int] = _ATTENTION[packet]
-        return attention(*_shapes(args), **kwargs)
+        return _ATTENTION[packet](*_shapes(args), **kwargs)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     sequence: Callable[..., int] | None = _SEQUENCE.get(str(packet))
@@ -85,7 +84,7 @@ def _attention_backward(
 
 _aten: Any = torch.ops.aten
 # torch has no formulas for the operators of the CPU, on which all is counted.
-_ATTENTION: dict[Any, Any] = {
+_ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
