@@ -298,7 +298,7 @@ def test_what_was_trained_loads_into_the_stock_pipeline(case: Case, clips: Path,
     keeper = _Keeper()
     checkpoint = train(inputs, Processes(inputs.layout, "cpu", timeout_minutes=1), keeper)
     assert checkpoint is not None
-    assert 0 < runs.metrics(inputs.config)[1]["mfu"] < 1
+    assert runs.metrics(inputs.config)[1]["mfu"] > 0  # of a peak that is measured, so a busy machine may exceed it
 
     def predict(model: Any) -> torch.Tensor:
         with torch.no_grad():
