@@ -157,7 +157,7 @@ def _growth(inputs: RunInputs, dataset: Dataset) -> int:
     levels = NoiseLevels(inputs.config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, inputs.config, inputs.layout, levels, guidance=None)
     after = {}
-    for number, _ in enumerate(stream(batches, range(_FETCHES), ahead=True), start=1):
+    for number, _ in enumerate(stream(batches, range(_FETCHES), ahead=True, pinned=False), start=1):
         if number in (_FETCHES // 4, _FETCHES):
             after[number] = _own_memory()
     return after[_FETCHES] - after[_FETCHES // 4]

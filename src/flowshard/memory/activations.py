@@ -50,7 +50,12 @@ def block_policies(memory: MemoryConfig, blocks: int) -> list[ActivationPolicy]:
 
 
 def apply_activation_policies(
-    model: Any, blocks: Sequence[torch.nn.Module], policies: Sequence[ActivationPolicy], *, partitioned: bool
+    model: Any,
+    blocks: Sequence[torch.nn.Module],
+    policies: Sequence[ActivationPolicy],
+    *,
+    partitioned: bool,
+    compiled: bool = False,
 ) -> None:
     """Give every block its policy.
 
@@ -59,6 +64,7 @@ def apply_activation_policies(
         blocks: all of them, in the order of execution.
         policies: as many.
         partitioned: whether DeepSpeed's ZeRO-3 empties parameters between their uses.
+        compiled: whether `compile_blocks` follows, which makes `selective` a part of the code that it compiles.
     """
     if all(policy == "keep" for policy in policies):
         return
@@ -70,7 +76,7 @@ def apply_activation_policies(
 
     def run(block: torch.nn.Module, *inputs: Any) -> Any:
         policy = by_block[id(block)]
-        if policy == "keep":
+        if policy == "keep" or (policy == "selective" and compiled):
             return block(*inputs)
         kept: AbstractContextManager[Any] = offload.of(inputs) if policy == "offload" else nullcontext()
         selective: dict[str, Any] = {"context_fn": _keep_attention} if policy == "selective" else {}

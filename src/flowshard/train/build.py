@@ -12,6 +12,7 @@ from flowshard.config import ActivationPolicy
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
+from flowshard.memory.compiled import CompileChoice, compile_blocks
 from flowshard.objective.flow import add_noise, sample_losses
 from flowshard.parallel.plan import apply_sequence_plan
 from flowshard.parallel.sequence import SequenceGroup
@@ -50,15 +51,18 @@ def build_on_meta(
     sequence: SequenceGroup | None = None,
     *,
     measure: Callable[[torch.nn.Module], None] | None = None,
+    compiling: CompileChoice | None = None,
 ) -> Build:
-    """The transformer with adapters, sequence plan and activation policies; no weight has been read.
+    """The transformer with adapters, sequence plan, activation policies and compiled blocks; no weight has been read.
 
-    Order: build, the user's extension, adapters, what is trained, types, sequence plan, activation policies.
+    Order: build, the user's extension, adapters, what is trained, types, sequence plan, activation policies,
+    compiled blocks.
 
     Args:
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
         measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
+        compiling: whether blocks are compiled, from `choose_compile`; None compiles none.
 
     Raises:
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
@@ -86,7 +90,12 @@ def build_on_meta(
         apply_sequence_plan(model, inputs.family.sequence_plan, sequence)
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
-    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
+    compiled = compiling is not None and compiling.enabled
+    apply_activation_policies(
+        model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled
+    )
+    if compiling is not None and compiled:
+        compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
     if inputs.init_from is not None:
         scale = config.lora.alpha / config.lora.rank
@@ -166,7 +175,7 @@ def loss_function(family: Family, *, dtype: torch.dtype, device: torch.device) -
     losses_of = sample_loss_function(family, dtype=dtype, device=device)
 
     def loss(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (losses_of(model, tensors) * tensors["weight"].to(device)).mean()
+        return (losses_of(model, tensors) * tensors["weight"].to(device, non_blocking=True)).mean()
 
     return loss
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from flowshard.memory.compiled import CompileChoice
 from flowshard.memory.estimate import MemoryEstimate
 from flowshard.train.build import Build
 from flowshard.train.inputs import RunInputs
@@ -11,6 +12,7 @@ def describe_plan(
     inputs: RunInputs,
     build: Build,
     memory: MemoryEstimate,
+    compiling: CompileChoice,
     *,
     latents: torch.Size,
     device: torch.device,
@@ -21,6 +23,7 @@ def describe_plan(
         inputs: the checked input.
         build: the transformer.
         memory: the estimate.
+        compiling: whether blocks are compiled.
         latents: shape of the largest sample's latents without batch.
         device: where it runs.
     """
@@ -59,6 +62,7 @@ def describe_plan(
             "activations",
             ", ".join(f"{build.policies.count(policy)} x {policy}" for policy in dict.fromkeys(build.policies)),
         ),
+        ("compile", f"{'blocks' if compiling.enabled else 'nothing'}: {compiling.reason}"),
         (
             "memory",
             f"{_bytes(memory.total)} = parameters {_bytes(memory.parameters)} + gradients {_bytes(memory.gradients)} + "
@@ -66,7 +70,7 @@ def describe_plan(
         ),
     ]
     if inputs.guidance is not None:
-        rows.insert(-2, ("guidance", f"{inputs.guidance:g}"))
+        rows.insert(-3, ("guidance", f"{inputs.guidance:g}"))
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 
