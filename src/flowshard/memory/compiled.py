@@ -54,12 +54,10 @@ def choose_compile(asked: bool | Literal["auto"], layout: Layout, processes: Pro
     if asked == "auto" and kind != "cuda":
         why = "takes longer than short runs gain" if kind == "cpu" else f"has not been tried on {kind}"
         return CompileChoice(False, f"it {why}; memory.compile=true does it all the same")
-    failure = _failure(processes.device)
-    failed = processes.sum(torch.tensor(float(failure is not None), device=processes.device))
-    if not float(failed):
+    why = _failure(processes)
+    if why is None:
         reason = "memory.compile=true" if asked is True else f"auto on {kind}"
         return CompileChoice(True, reason, fall_back=asked == "auto")
-    why = failure or "another process cannot compile"
     if asked is True:
         raise UserError(
             f"memory.compile: torch.compile does not work on {kind} here ({why}); install what it needs (a C++ compiler; "
@@ -68,15 +66,18 @@ def choose_compile(asked: bool | Literal["auto"], layout: Layout, processes: Pro
     return CompileChoice(False, f"torch.compile does not work here ({why})")
 
 
-def _failure(device: torch.device) -> str | None:
-    """Compile something small; the first line of what went wrong."""
+def _failure(processes: Processes) -> str | None:
+    """Let every process compile something small; what went wrong on this one or on another."""
+    failure = None
     try:
         _set_up(fall_back=False)
-        value = torch.ones(16, device=device, requires_grad=True)
+        value = torch.ones(16, device=processes.device, requires_grad=True)
         torch.compile(_probe)(value).backward()
-    except Exception as error:  # noqa: BLE001 - compilers and what calls them raise anything
-        return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return None
+    except Exception as error:  # compilers and what calls them raise anything
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        failure = " ".join(lines[:3]) or type(error).__name__
+    failed = processes.sum(torch.tensor(float(failure is not None), device=processes.device))
+    return failure or ("another process cannot compile" if float(failed) else None)
 
 
 def _probe(value: torch.Tensor) -> torch.Tensor:
