@@ -86,6 +86,7 @@ def test_a_run_compiles_a_kind_of_block_once_and_its_first_block_apart(
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_outputs_are_kept_by_compiled_code(
     tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_attention_outputs_are_kept_by_compiled_code(
     assert calls["aten::native_layer_norm"] >= 3 * 2
 
 
+@pytest.mark.slow
 def test_other_lengths_are_compiled_once_more_and_never_again(
     tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_compiler_that_fails_is_found_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_block_that_cannot_be_compiled_runs_as_it_is_if_nobody_asked(
     tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +175,9 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is_if_nobody_asked(
     expected = _gradients(runs.fill_model(check_inputs(config)), config)
     original = torch.compile
     monkeypatch.setattr(compiled.torch, "compile", lambda function: original(function, backend=broken))
-    found = _gradients(runs.fill_model(check_inputs(config), CompileChoice(True, "auto on cuda", fall_back=True)), config)
+    found = _gradients(
+        runs.fill_model(check_inputs(config), CompileChoice(True, "auto on cuda", fall_back=True)), config
+    )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     filled = runs.fill_model(check_inputs(config), ON)
     with pytest.raises(Exception, match="cannot"):

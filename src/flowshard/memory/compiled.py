@@ -127,9 +127,7 @@ def _without_self(bound: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
 
-def _in_training(
-    block: torch.nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]
-) -> Callable[..., Any]:
+def _in_training(block: torch.nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return compiled(block, *args, **kwargs) if block.training else plain(*args, **kwargs)
 

@@ -91,9 +91,7 @@ def build_on_meta(
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
     compiled = compiling is not None and compiling.enabled
-    apply_activation_policies(
-        model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled
-    )
+    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
     if compiling is not None and compiled:
         compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
