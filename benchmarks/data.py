@@ -182,7 +182,7 @@ def _steps(inputs: RunInputs, processes: Processes, steps: int) -> tuple[float, 
     strategy.start(build.model, build.settings, optimizer_factory(config))
     loss_of = loss_function(inputs.family, dtype=torch.float32, device=device)
     constant = batches.largest_micro_batch().tensors()
-    micro_batches = stream(batches, range(steps + 1), ahead=True)
+    micro_batches = stream(batches, range(steps + 1), ahead=True, pinned=False)
 
     def step(tensors: dict[str, torch.Tensor]) -> None:
         strategy.backward(loss_of(strategy.model, tensors))

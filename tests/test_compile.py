@@ -34,7 +34,7 @@ class Graphs:
         self.number = 0
         self._backend: Any = torch._dynamo.lookup_backend(backend)
         original = torch.compile
-        monkeypatch.setattr(compiled.torch, "compile", lambda function: original(function, backend=self._count))
+        monkeypatch.setattr(torch, "compile", lambda function: original(function, backend=self._count))
 
     def _count(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.number += 1
@@ -157,7 +157,7 @@ def test_a_compiler_that_fails_is_found_before_the_first_step(
         raise RuntimeError("\n  g++: not found\nand more")
 
     original = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: original(function, backend=broken))
+    monkeypatch.setattr(torch, "compile", lambda function: original(function, backend=broken))
     with pytest.raises(UserError, match=r"does not work on cpu here \(.*g\+\+: not found\); install what it needs"):
         runs.run(runs.config(tiny, clips, tmp_path / "run", "memory.compile=true"))
     assert not (tmp_path / "run").exists()
@@ -174,7 +174,7 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is_if_nobody_asked(
     config = runs.config(tiny, clips, tmp_path / "run", "lora.targets=[q]")
     expected = _gradients(runs.fill_model(check_inputs(config)), config)
     original = torch.compile
-    monkeypatch.setattr(compiled.torch, "compile", lambda function: original(function, backend=broken))
+    monkeypatch.setattr(torch, "compile", lambda function: original(function, backend=broken))
     found = _gradients(
         runs.fill_model(check_inputs(config), CompileChoice(True, "auto on cuda", fall_back=True)), config
     )

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from flowshard.libraries import quiet_libraries
-from flowshard.memory import compiled
 from flowshard.parallel.processes import run_together
 from flowshard.train.inputs import check_inputs
 from flowshard.train.loop import train
@@ -34,6 +33,7 @@ def main(tiny: Path, clips: Path, folder: Path) -> None:
     """Two kinds are expected with LoRA: the first block, whose input has no gradient, and the others."""
     quiet_libraries()
     numbers: list[int] = []
+    module: Any = torch
     original = torch.compile
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -41,7 +41,7 @@ def main(tiny: Path, clips: Path, folder: Path) -> None:
         numbers.append(1)
         return graph.forward
 
-    setattr(compiled.torch, "compile", lambda function: original(function, backend=count))
+    module.compile = lambda function: original(function, backend=count)
     inputs = [
         check_inputs(runs.config(tiny, clips, folder / str(number), "memory.compile=true", *case))
         for number, case in enumerate(CASES)

@@ -52,8 +52,8 @@ def choose_compile(asked: bool | Literal["auto"], layout: Layout, processes: Pro
     if layout.strategy == "zero3":
         return CompileChoice(False, "zero3 gathers parameters between the layers of a block")
     if asked == "auto" and kind != "cuda":
-        why = "takes longer than short runs gain" if kind == "cpu" else f"has not been tried on {kind}"
-        return CompileChoice(False, f"it {why}; memory.compile=true does it all the same")
+        doubt = "takes longer than short runs gain" if kind == "cpu" else f"has not been tried on {kind}"
+        return CompileChoice(False, f"it {doubt}; memory.compile=true does it all the same")
     why = _failure(processes)
     if why is None:
         reason = "memory.compile=true" if asked is True else f"auto on {kind}"
