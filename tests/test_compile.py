@@ -88,7 +88,7 @@ def test_a_run_compiles_a_kind_of_block_once_and_its_first_block_apart(
 
 @pytest.mark.slow
 def test_attention_outputs_are_kept_by_compiled_code(
-    tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`selective` in full training: one kind, no attention in the backward pass, while other work is done again."""
     config = runs.config(tiny, clips, tmp_path / "run", "memory.activations=selective", "train.method=full")
@@ -97,6 +97,7 @@ def test_attention_outputs_are_kept_by_compiled_code(
     filled = runs.fill_model(check_inputs(config), ON)
     found = _gradients(filled, config)
     assert graphs.number == 1
+    assert "context_fn is passed" not in caplog.text
     assert max(runs.relative_error(found[name], expected[name]) for name in expected) < 1e-5
     batch = next(runs.batches(check_inputs(config)).micro_batches(0))
     loss = loss_function(check_inputs(config).family, dtype=torch.float32, device=torch.device("cpu"))(

@@ -50,6 +50,7 @@ def main(tiny: Path, clips: Path, folder: Path) -> None:
     def run(processes: Any) -> None:
         for case, one in zip(CASES, inputs, strict=True):
             numbers.clear()
+            torch.compiler.reset()
             train(one, processes.with_layout(one.layout))
             assert len(numbers) == 1 + 2, (case, len(numbers))
             processes.say(f"compiled: {' '.join(case)}")

@@ -4,6 +4,7 @@ Blocks of one list run the same code on parameters of the same shapes, which are
 block (of engines, of sequence parallelism) run around it, uncompiled.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,8 @@ def _set_up(*, fall_back: bool) -> None:
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     # It would cut a block where a bucket of DDP is full; blocks are parts of a model already.
     config.optimize_ddp = False
+    # It warns of writing in place, once, to whoever chooses what is kept; nothing writes into what attention returns.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def compile_blocks(
