@@ -157,7 +157,7 @@ def _growth(inputs: RunInputs, dataset: Dataset) -> int:
     levels = NoiseLevels(inputs.config.objective, inputs.shift)
     batches = StepBatches(dataset, inputs.family, inputs.config, inputs.layout, levels, guidance=None)
     after = {}
-    for number, _ in enumerate(stream(batches, range(_FETCHES), ahead=True), start=1):
+    for number, _ in enumerate(stream(batches, range(_FETCHES), ahead=True, pinned=False), start=1):
         if number in (_FETCHES // 4, _FETCHES):
             after[number] = _own_memory()
     return after[_FETCHES] - after[_FETCHES // 4]
@@ -182,7 +182,7 @@ def _steps(inputs: RunInputs, processes: Processes, steps: int) -> tuple[float, 
     strategy.start(build.model, build.settings, optimizer_factory(config))
     loss_of = loss_function(inputs.family, dtype=torch.float32, device=device)
     constant = batches.largest_micro_batch().tensors()
-    micro_batches = stream(batches, range(steps + 1), ahead=True)
+    micro_batches = stream(batches, range(steps + 1), ahead=True, pinned=False)
 
     def step(tensors: dict[str, torch.Tensor]) -> None:
         strategy.backward(loss_of(strategy.model, tensors))

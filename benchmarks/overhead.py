@@ -92,7 +92,7 @@ def _measure(folder: Path, *, steps: int, size: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    micro_batches = stream(batches, range(steps + 1), ahead=True)
+    micro_batches = stream(batches, range(steps + 1), ahead=True, pinned=False)
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     for step in range(steps + 1):
         for name, run in (("ours", our_step), ("bare", bare_step)):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from flowshard.config import Config
 from flowshard.config_file import load_config
 from flowshard.data.dataset import Encoder, open_datasets
+from flowshard.memory.compiled import CompileChoice
 from flowshard.objective.sigmas import NoiseLevels
 from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import LossScale, Single, Strategy
@@ -60,9 +61,9 @@ class Filled:
         return self.build.model
 
 
-def fill_model(inputs: RunInputs) -> Filled:
+def fill_model(inputs: RunInputs, compiling: CompileChoice | None = None) -> Filled:
     """What `train` does up to the first step, on one process."""
-    build = build_on_meta(inputs)
+    build = build_on_meta(inputs, compiling=compiling)
     writer = WeightsWriter(build.model, inputs.config)
     strategy = Single(torch.device("cpu"), clip_norm=inputs.config.train.clip_norm, loss_scale=LossScale(dynamic=False))
     report = fill(build, inputs, strategy)

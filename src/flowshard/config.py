@@ -288,8 +288,9 @@ class MemoryConfig(Section):
     """What happens to the activations of a block between forward and backward: `keep` all; `selective` keeps the
     attention outputs and recomputes the rest; `recompute` keeps the block's input; `offload` keeps that in host memory.
     Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept."""
-    compile: bool = False
-    """Compile the repeated blocks."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the repeated blocks, once for each kind of block. `auto` does on CUDA where the compiler works, and says why
+    not elsewhere; `true` refuses to start where it cannot be done."""
 
 
 class SaveConfig(Section):
@@ -404,10 +405,3 @@ class Config(Section):
         if self.data.cache == "off":
             return None
         return Path(self.output, "cache") if self.data.cache == "auto" else Path(self.data.cache)
-
-
-# Options of the fixed schema whose other values come with later versions: option -> what is accepted today. They are
-# refused here, in one place, rather than ignored.
-AVAILABLE_VALUES: dict[str, tuple[Any, ...]] = {
-    "memory.compile": (False,),
-}

@@ -13,15 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import (
-    AVAILABLE_VALUES,
-    Config,
-    DataConfig,
-    GroupConfig,
-    ObjectiveConfig,
-    PromptConfig,
-    SourceConfig,
-)
+from flowshard.config import Config, DataConfig, GroupConfig, ObjectiveConfig, PromptConfig, SourceConfig
 from flowshard.errors import UserError
 from flowshard.objective.presets import PLACES
 
@@ -93,8 +85,6 @@ def describe_options(width: int) -> str:
         )
         lines.append(f"  {name} ({_type_name(field.annotation)}; {default})")
         text = " ".join((field.description or "").split())
-        if name in AVAILABLE_VALUES:
-            text += f" This version takes only {' or '.join(_show(choice) for choice in AVAILABLE_VALUES[name])}."
         lines += textwrap.wrap(text, width, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
@@ -262,18 +252,11 @@ def _show(value: Any) -> str:
 
 
 def check_conflicts(config: Config) -> None:
-    """Refuse what single fields cannot see: values of later versions, and options that contradict one another.
+    """Refuse what single fields cannot see: a value of a later version, and options that contradict one another.
 
     Raises:
         UserError: naming the options.
     """
-    tree = config.model_dump()
-    for option, accepted in AVAILABLE_VALUES.items():
-        section, leaf = option.split(".")
-        value = tree[section][leaf]
-        if value not in accepted:
-            shown = " or ".join(_show(choice) for choice in accepted)
-            raise UserError(f"{option}: {_show(value)} is not available in this version; use {shown}")
     if config.memory.activations == "auto":
         raise UserError(
             "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"

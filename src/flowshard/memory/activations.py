@@ -56,6 +56,7 @@ def apply_activation_policies(
     *,
     partitioned: bool,
     host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compiled: bool = False,
 ) -> None:
     """Give every block its policy.
 
@@ -65,6 +66,7 @@ def apply_activation_policies(
         policies: as many.
         partitioned: whether DeepSpeed's ZeRO-3 empties parameters between their uses.
         host_memory: entered while `offload` allocates host memory, for those who count memory.
+        compiled: whether `compile_blocks` follows, which makes `selective` a part of the code that it compiles.
     """
     if all(policy == "keep" for policy in policies):
         return
@@ -76,7 +78,7 @@ def apply_activation_policies(
 
     def run(block: torch.nn.Module, *inputs: Any) -> Any:
         policy = by_block[id(block)]
-        if policy == "keep":
+        if policy == "keep" or (policy == "selective" and compiled):
             return block(*inputs)
         kept: AbstractContextManager[Any] = offload.of(inputs) if policy == "offload" else nullcontext()
         selective: dict[str, Any] = {"context_fn": _keep_attention} if policy == "selective" else {}

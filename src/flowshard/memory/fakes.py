@@ -55,7 +55,9 @@ def fake_call(
     fake_inputs = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
 
     def call() -> torch.Tensor:
-        loss: torch.Tensor = torch.func.functional_call(_Call(model, forward), fakes, (fake_inputs,))
+        # torch would note of compiled functions that they are not to be compiled, as modes that count are active here.
+        with torch.compiler.set_stance("force_eager"):
+            loss: torch.Tensor = torch.func.functional_call(_Call(model, forward), fakes, (fake_inputs,))
         return loss
 
     return mode, call, fakes

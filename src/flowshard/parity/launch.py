@@ -11,6 +11,7 @@ from flowshard.config import Config
 from flowshard.config_file import dump_config
 from flowshard.errors import RunError
 from flowshard.parity.cases import Case
+from flowshard.parity.faults import parse_fault
 
 _LAST_LINES = 40
 _NO_BACKWARD = "autograd kernel was not registered"
@@ -34,9 +35,13 @@ def trace_cases(
     traces: dict[Case, Path] = {}
     by_count: dict[int, list[Case]] = {}
     reference = next(iter(cases))
+    hooked = probe or (fault is not None and parse_fault(fault).module is not None)
     for number, (case, config) in enumerate(cases.items()):
         traces[case] = folder / f"trace-{number}"
         traces[case].mkdir(parents=True)
+        if hooked:  # what is inside of compiled code calls no hooks
+            memory = config.memory.model_copy(update={"compile": False})
+            config = config.model_copy(update={"memory": memory})
         (traces[case] / "config.yaml").write_text(dump_config(config, {}), encoding="utf-8")
         by_count.setdefault(case.processes, []).append(case)
     for count, members in by_count.items():

@@ -42,6 +42,17 @@ class MicroBatch:
         own = {"latents": self.latents, "noise": self.noise, "sigma": self.sigma, "weight": self.weight}
         return {**self.conditions, **own}
 
+    def pinned(self) -> "MicroBatch":
+        """The same in page-locked memory, from which an accelerator copies without making the process wait."""
+        return replace(
+            self,
+            latents=self.latents.pin_memory(),
+            noise=self.noise.pin_memory(),
+            sigma=self.sigma.pin_memory(),
+            weight=self.weight.pin_memory(),
+            conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
+        )
+
 
 class StepBatches:
     """Makes the micro-batches of any step: a function of config, data and the step's number alone."""
@@ -179,7 +190,7 @@ def assemble(
     )
 
 
-def stream(batches: StepBatches, steps: range, *, ahead: bool) -> Iterator[MicroBatch]:
+def stream(batches: StepBatches, steps: range, *, ahead: bool, pinned: bool) -> Iterator[MicroBatch]:
     """The micro-batches of all steps in order.
 
     Args:
@@ -187,8 +198,10 @@ def stream(batches: StepBatches, steps: range, *, ahead: bool) -> Iterator[Micro
         steps: the updates.
         ahead: make each in a thread while the one before it is in use. Not for datasets that run encoders, which
             would compete with the training for the device.
+        pinned: whether they go to an accelerator; see `MicroBatch.pinned`.
     """
-    source = (batch for step in steps for batch in batches.micro_batches(step))
+    made = (batch for step in steps for batch in batches.micro_batches(step))
+    source = (batch.pinned() for batch in made) if pinned else made
     if not ahead:
         yield from source
         return

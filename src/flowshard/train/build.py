@@ -12,6 +12,7 @@ from flowshard.device import autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
+from flowshard.memory.compiled import CompileChoice, compile_blocks
 from flowshard.memory.flops import CPU
 from flowshard.objective.flow import add_noise, sample_losses
 from flowshard.parallel.layout import Layout
@@ -72,17 +73,19 @@ def build_on_meta(
     *,
     device: torch.device = CPU,
     measure: Callable[[torch.nn.Module], None] | None = None,
+    compiling: CompileChoice | None = None,
 ) -> Build:
-    """The transformer with adapters, sequence plan and activation policies; no weight has been read.
+    """The transformer with adapters, sequence plan, activation policies and compiled blocks; no weight has been read.
 
     Order: build, the user's extension, adapters, what is trained, types, what the device needs, sequence plan, activation
-    policies.
+    policies, compiled blocks.
 
     Args:
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
         device: that the model will be on.
         measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
+        compiling: whether blocks are compiled, from `choose_compile`; None compiles none.
 
     Raises:
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
@@ -94,7 +97,10 @@ def build_on_meta(
     apply_plans(model, inputs.family, sequence, device)
     blocks = inputs.family.blocks(model)
     policies = block_policies(config.memory, len(blocks))
-    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
+    compiled = compiling is not None and compiling.enabled
+    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
+    if compiling is not None and compiled:
+        compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     values = lora.initial_values(model, kind=config.lora.init, seed=config.seed)
     new = {name: NewTensor(make, "LoRA") for name, make in values.items()}
     if inputs.init_from is not None:
@@ -204,7 +210,7 @@ def loss_function(family: Family, *, dtype: torch.dtype, device: torch.device) -
     losses_of = sample_loss_function(family, dtype=dtype, device=device)
 
     def loss(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (losses_of(model, tensors) * tensors["weight"].to(device)).mean()
+        return (losses_of(model, tensors) * tensors["weight"].to(device, non_blocking=True)).mean()
 
     return loss
 

@@ -89,6 +89,11 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
     if config.model.extend is not None:
         check_spec(config.model.extend, option="model.extend")
     layout = resolve_layout(config, environment)
+    if config.memory.compile is True and layout.strategy == "zero3":
+        raise UserError(
+            "memory.compile: true, but zero3 gathers parameters between the layers of a block, where compiled code would end; "
+            "set memory.compile=auto or false, or layout.strategy=fsdp2, which gathers whole blocks"
+        )
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)
         deepspeed_config(config, layout)  # for its errors

@@ -11,6 +11,7 @@ from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_datasets
 from flowshard.device import Stopwatch, check_dtype
 from flowshard.errors import RunError
+from flowshard.memory.compiled import choose_compile
 from flowshard.memory.estimate import MemoryEstimate
 from flowshard.objective.grids import noise_levels
 from flowshard.parallel.processes import Processes, run_together
@@ -94,7 +95,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         )
     largest = batches.largest_micro_batch()
     flops = FlopMeter(inputs, largest, processes)
-    build = build_on_meta(inputs, sequence, device=device, measure=flops.count)
+    compiling = choose_compile(config.memory.compile, layout, processes)
+    build = build_on_meta(inputs, sequence, device=device, measure=flops.count, compiling=compiling)
     build.new = observer.new_weights(build.new)
     checkpoint = inputs.checkpoint
     reader = None if checkpoint is None else StateReader(checkpoint, () if config.train.ema else (AVERAGE,))
@@ -113,7 +115,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     memory = processes.on_main(plan_memory)
     writer = WeightsWriter(build.model, config)
     strategy = make_strategy(config, processes)
-    say(describe_plan(inputs, build, memory, latents=largest.latents.shape[1:], device=device))
+    say(describe_plan(inputs, build, memory, compiling, latents=largest.latents.shape[1:], device=device))
     report = fill(build, inputs, strategy)
     say(f"{'weights':<11} {len(report.loaded)} tensors loaded, {len(report.new)} new")
     if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
@@ -171,7 +173,12 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         return place
 
     accumulation = layout.accumulation
-    micro_batches = stream(batches, range(begin, inputs.steps), ahead=isinstance(dataset, CachedDataset))
+    micro_batches = stream(
+        batches,
+        range(begin, inputs.steps),
+        ahead=isinstance(dataset, CachedDataset),
+        pinned=device.type != "cpu",
+    )
     watch = Stopwatch(device)
     communication = CommunicationMeter(sequence if config.log.profile else None)
     last, saved = None if checkpoint is None else checkpoint.path, begin
@@ -192,7 +199,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 watch.lap("data")
                 with strategy.micro_batch(last=number == accumulation - 1):
                     losses = losses_of(strategy.model, batch.tensors())
-                    loss = (losses * batch.weight.to(device)).mean() / accumulation
+                    loss = (losses * batch.weight.to(device, non_blocking=True)).mean() / accumulation
                     watch.lap("forward")
                     # The gradients of processes that share a sample are parts of a sum, and engines take the mean of all.
                     strategy.backward(loss * layout.sequence)

@@ -17,6 +17,8 @@ from flowshard.weights.lora import base_name, export_name
 AVERAGE = "ema"
 """The key of the moving average among what an optimizer keeps of a parameter."""
 _SHORT_NAMES = {"adamw": "torch.optim.AdamW"}
+_FUSED = {"cpu", "cuda"}
+"""Devices on which torch's Adam and AdamW update a parameter in one pass over its memory."""
 
 
 def group_settings(model: torch.nn.Module, train: TrainConfig) -> dict[str, GroupSettings]:
@@ -69,8 +71,11 @@ def optimizer_factory(config: Config) -> OptimizerFactory:
         raise UserError(f"train.optimizer: {path} is not a torch optimizer")
 
     def make(groups: ParameterGroups) -> torch.optim.Optimizer:
+        options = config.train.optimizer_options
+        if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not {"fused", "foreach"} & options.keys():
+            options = {**options, "fused": _devices(groups) <= _FUSED}
         try:
-            optimizer: torch.optim.Optimizer = optimizer_class(groups, **config.train.optimizer_options)
+            optimizer: torch.optim.Optimizer = optimizer_class(groups, **options)
         except (TypeError, ValueError) as error:
             raise UserError(f"train.optimizer_options: {path} refuses them: {error}") from None
         if config.train.ema is not None:
@@ -78,6 +83,11 @@ def optimizer_factory(config: Config) -> OptimizerFactory:
         return optimizer
 
     return make
+
+
+def _devices(groups: ParameterGroups) -> set[str]:
+    members: list[Any] = [group["params"] for group in groups]
+    return {parameter.device.type for parameters in members for parameter in parameters}
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

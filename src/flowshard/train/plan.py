@@ -4,6 +4,7 @@ import torch
 
 from flowshard.device import memory_total_bytes
 from flowshard.errors import UserError
+from flowshard.memory.compiled import CompileChoice
 from flowshard.memory.estimate import MemoryEstimate
 from flowshard.plan.candidates import candidates
 from flowshard.plan.hardware import USABLE
@@ -17,6 +18,7 @@ def describe_plan(
     inputs: RunInputs,
     build: Build,
     memory: MemoryEstimate,
+    compiling: CompileChoice,
     *,
     latents: torch.Size,
     device: torch.device,
@@ -27,6 +29,7 @@ def describe_plan(
         inputs: the checked input.
         build: the transformer.
         memory: the estimate.
+        compiling: whether blocks are compiled.
         latents: shape of the largest sample's latents without batch.
         device: where it runs.
     """
@@ -64,6 +67,7 @@ def describe_plan(
             "activations",
             ", ".join(f"{build.policies.count(policy)} x {policy}" for policy in dict.fromkeys(build.policies)),
         ),
+        ("compile", f"{'blocks' if compiling.enabled else 'nothing'}: {compiling.reason}"),
         (
             "memory",
             f"{amount(memory.peak)} at most, in the {memory.moment}: parameters {amount(memory.parameters)}, gradients "
@@ -72,7 +76,7 @@ def describe_plan(
         ),
     ]
     if inputs.guidance is not None:
-        rows.insert(-2, ("guidance", f"{inputs.guidance:g}"))
+        rows.insert(-3, ("guidance", f"{inputs.guidance:g}"))
     return "\n".join(f"{name:<11} {text}" for name, text in rows)
 
 

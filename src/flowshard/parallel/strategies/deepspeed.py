@@ -197,7 +197,9 @@ class DeepSpeed(Strategy):
         # One flat tensor holds many parameters, so it has one of each; all parameters of a run are updated together.
         for state in self._torch_optimizer.state.values():
             for key, value in scalars.items():
-                state[key] = value.clone() if isinstance(state[key], torch.Tensor) else value.item()
+                state[key] = (
+                    value.clone().to(state[key].device) if isinstance(state[key], torch.Tensor) else value.item()
+                )
 
     def _slice(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
         """The part of a full value that this process holds under ZeRO-3, padded with zeros."""

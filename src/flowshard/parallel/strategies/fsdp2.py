@@ -16,6 +16,8 @@ from flowshard.parallel.strategies.scaling import LossScale
 class FullyShardedDataParallel2(PlainStrategy):
     """FSDP2, with HSDP (copies of a divided model) where fewer than all processes divide it."""
 
+    _foreach = True  # torch does by itself for plain tensors only
+
     def __init__(
         self,
         device: torch.device,

@@ -19,6 +19,8 @@ class PlainStrategy(Strategy):
     """What they share. A subclass says how gradients are reduced and how a full tensor is had from a local one."""
 
     _without_gradient: list[str] = []
+    _foreach: bool | None = None
+    """Whether norm and clipping take all gradients at once; None where torch finds out by itself."""
 
     def start(self, model: torch.nn.Module, settings: Mapping[str, GroupSettings], optimizer: OptimizerFactory) -> None:
         self._unwrapped = model
@@ -43,11 +45,13 @@ class PlainStrategy(Strategy):
         if self.loss_scale.value != 1.0:
             for gradient in gradients:
                 gradient.div_(self.loss_scale.value)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=self._foreach)
         value = float(self._full(norm))
         if math.isfinite(value) and value <= limit:
             if self.clip_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self.clip_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._trained.values(), self.clip_norm, norm, foreach=self._foreach
+                )
             self._rates.scale(factor)
             self._optimizer.step()
         self._optimizer.zero_grad()
