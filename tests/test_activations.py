@@ -1,6 +1,7 @@
 """What each block keeps, counted."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,8 +64,8 @@ def test_only_the_hidden_states_are_offloaded(
     made: list[InputOffload] = []
 
     class Noted(InputOffload):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             made.append(self)
 
     monkeypatch.setattr(activations, "InputOffload", Noted)

@@ -242,6 +242,10 @@ class _Zero3(_Zero2):
         return super().host + (self.divided_parameters if self.engine.offload_parameters else 0)
 
     @property
+    def bucket(self) -> int:
+        return MASTER * int(self.engine.zero.get("reduce_bucket_size", _REDUCE_BUCKET))
+
+    @property
     def always(self) -> int:
         return self.bucket
 
