@@ -260,15 +260,53 @@ class LayoutConfig(Section):
     """Part of the sequence-parallel degree that passes keys and values round; `auto` is the rest."""
 
 
+def _text_of_number(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+BYTES = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
 class MemoryConfig(Section):
     """What is kept for the backward pass."""
 
     activations: ActivationPolicy | Literal["auto"] | dict[ActivationPolicy, PositiveInt] = "keep"
     """What happens to the activations of a block between forward and backward: `keep` all; `selective` keeps the
     attention outputs and recomputes the rest; `recompute` keeps the block's input; `offload` keeps that in host memory.
-    Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept."""
+    Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept. `auto`
+    measures blocks and takes the fastest mix that fits in `budget`."""
+    budget: Annotated[str, BeforeValidator(_text_of_number)] | None = None
+    """With `auto`, what a process may use: an amount such as `24GB` or `22.5GiB`, or a share of the device's memory such as
+    `0.9`. Null is nine tenths of what is free on the device; on the CPU, of the machine's memory, divided among its
+    processes."""
     compile: bool = False
     """Compile the repeated blocks."""
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_is_an_amount(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_budget(value)
+        return value
+
+
+def parse_budget(text: str) -> int | float:
+    """`memory.budget` as bytes (an int), or as a share of the device's memory (a float).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text.strip())
+    if found is not None:
+        number, unit = float(found[1]), found[2]
+        if unit in BYTES and number > 0:
+            return int(number * BYTES[unit])
+        if not unit and 0 < number <= 1:
+            return number
+    raise ValueError(
+        f"{text!r} is neither an amount such as 24GB or 22.5GiB (units: {', '.join(BYTES)}) nor a share of the device's "
+        "memory such as 0.9"
+    )
 
 
 class SaveConfig(Section):

@@ -256,9 +256,10 @@ def check_conflicts(config: Config) -> None:
         if value not in accepted:
             shown = " or ".join(_show(choice) for choice in accepted)
             raise UserError(f"{option}: {_show(value)} is not available in this version; use {shown}")
-    if config.memory.activations == "auto":
+    if config.memory.budget is not None and config.memory.activations != "auto":
         raise UserError(
-            "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"
+            f"memory.budget: {config.memory.budget}, but only memory.activations=auto plans with it; set that, or "
+            "memory.budget=null"
         )
     _check_data(config.data, config.train.micro_batch)
     train = config.train

@@ -1,10 +1,12 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
 import functools
+import os
 import re
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,29 @@ def memory_peak_bytes(device: torch.device) -> int:
         return int(backend.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What this process could still allocate on an accelerator; on the CPU all memory there is."""
+    if device.type == "cpu":
+        return all_memory_bytes(device)
+    backend: Any = getattr(torch, device.type)
+    # torch keeps what it has freed, to use it again.
+    unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0] + unused)
+
+
+def all_memory_bytes(device: torch.device) -> int:
+    """All memory of the device; on the CPU the machine's, or what the process's control group may use of it."""
+    if device.type != "cpu":
+        backend: Any = getattr(torch, device.type)
+        return int(backend.mem_get_info(device)[1])
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdecimal() else physical
 
 
 _PEAKS = (

@@ -1,6 +1,6 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from flowshard.weights.lora_files import load_factors
 from flowshard.weights.precision import compute_in_float32
 from flowshard.weights.report import LoadReport, some
 
+PolicyChoice = Callable[[torch.nn.Module, Sequence[torch.nn.Module]], list[ActivationPolicy]]
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -50,6 +51,7 @@ def build_on_meta(
     sequence: SequenceGroup | None = None,
     *,
     measure: Callable[[torch.nn.Module], None] | None = None,
+    choose: PolicyChoice | None = None,
 ) -> Build:
     """The transformer with adapters, sequence plan and activation policies; no weight has been read.
 
@@ -59,6 +61,7 @@ def build_on_meta(
         inputs: checked.
         sequence: the processes that share the tokens of a sample, if there are several.
         measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
+        choose: is shown the model and its blocks before the activations have policies, and gives these if they are `auto`.
 
     Raises:
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
@@ -85,7 +88,10 @@ def build_on_meta(
     if sequence is not None:
         apply_sequence_plan(model, inputs.family.sequence_plan, sequence)
     blocks = inputs.family.blocks(model)
-    policies = block_policies(config.memory, len(blocks))
+    if config.memory.activations == "auto" and choose is not None:
+        policies = choose(model, blocks)
+    else:
+        policies = block_policies(config.memory, len(blocks))
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3")
     new = {name: NewTensor(make, "LoRA") for name, make in lora.initial_values(model, seed=config.seed).items()}
     if inputs.init_from is not None:

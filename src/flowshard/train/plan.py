@@ -61,8 +61,8 @@ def describe_plan(
         ),
         (
             "memory",
-            f"{_bytes(memory.total)} = parameters {_bytes(memory.parameters)} + gradients {_bytes(memory.gradients)} + "
-            f"optimizer {_bytes(memory.optimizer)} + activations {_bytes(memory.activations)}",
+            f"{readable_bytes(memory.total)} = parameters {readable_bytes(memory.parameters)} + gradients {readable_bytes(memory.gradients)} + "
+            f"optimizer {readable_bytes(memory.optimizer)} + activations {readable_bytes(memory.activations)}",
         ),
     ]
     if inputs.guidance is not None:
@@ -77,7 +77,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _bytes(number: int) -> str:
+def readable_bytes(number: int) -> str:
+    """As in `1.50 GiB`."""
     for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"

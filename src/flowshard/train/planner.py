@@ -1,0 +1,234 @@
+"""`memory.activations: auto`: what each block keeps, found before the first step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from flowshard.config import ActivationPolicy, parse_budget
+from flowshard.device import all_memory_bytes, free_memory_bytes
+from flowshard.errors import UserError
+from flowshard.memory.blocks import POLICIES, Calls, costs_of, find_calls, kinds, measure_block
+from flowshard.memory.choose import (
+    Cost,
+    fastest_fitting,
+    least_alive,
+    most_alive,
+    total_nanoseconds,
+)
+from flowshard.memory.estimate import MemoryEstimate, estimate_memory
+from flowshard.parallel.layout import Layout
+from flowshard.parallel.processes import Processes
+from flowshard.parallel.strategies.base import OptimizerFactory
+from flowshard.train.batches import MicroBatch
+from flowshard.train.build import LossFunction
+from flowshard.train.checkpoint import Checkpoint
+from flowshard.train.inputs import RunInputs
+from flowshard.train.plan import readable_bytes
+
+_SHARE_OF_FREE = 0.9
+"""For what is not seen here: what kernels need for themselves, and memory that torch cannot use because of gaps."""
+_OF_A_PROCESS = ("rank", "local_rank", "local_world", "reason", "deepspeed_file")
+"""What of a layout says nothing of memory."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a choice is made from."""
+
+    costs: list[dict[ActivationPolicy, Cost]]
+    """Of every block, in the order of execution."""
+    kinds: list[list[int]]
+    """Places of the blocks that are alike."""
+    names: list[str]
+    """Class of the blocks of each kind."""
+    fixed: int
+    """Bytes that a process needs besides: parameters, gradients, optimizer, and activations before the first block."""
+    tail: int
+    """See `most_alive`."""
+
+
+class ActivationPlanner:
+    """Chooses policies and says why."""
+
+    def __init__(
+        self,
+        inputs: RunInputs,
+        largest: MicroBatch,
+        loss: LossFunction,
+        make_optimizer: OptimizerFactory,
+        processes: Processes,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            inputs: of the run.
+            largest: the micro-batch that is planned for.
+            loss: maps model and tensors of a micro-batch to the loss.
+            make_optimizer: of the run.
+            processes: of which the main one decides.
+        """
+        self._inputs, self._largest, self._loss = inputs, largest, loss
+        self._make_optimizer, self._processes = make_optimizer, processes
+        self._planned_for: dict[str, Any] = {}
+        self._policies: list[ActivationPolicy] = []
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """For checkpoints: the choice, and what it was made for; None if nothing was chosen."""
+        return {"for": self._planned_for, "policies": self._policies} if self._policies else None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For `config.yaml`."""
+        return {"activations": describe_order(self._policies)} if self._policies else {}
+
+    def choose(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> list[ActivationPolicy]:
+        """The policy of each block. Collective.
+
+        Args:
+            model: on the meta device, in its final types, its tokens divided if they are; without activation policies.
+            blocks: in the order of execution.
+
+        Raises:
+            UserError: nothing fits in `memory.budget`.
+        """
+        self._planned_for = self._situation(len(blocks))
+        earlier = _earlier(self._inputs.checkpoint)
+        if earlier is not None and earlier["for"] == self._planned_for:
+            self._policies = earlier["policies"]
+            self._processes.say(f"{'activations':<11} as planned before: {describe_order(self._policies)}")
+            return self._policies
+        try:
+            measured = self._measure(model, blocks)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                "memory.activations: one block alone does not fit on the device with a micro-batch of the largest samples; "
+                "lower train.micro_batch or the size of the samples, or raise layout.sequence"
+            ) from None
+        budget = self._budget()
+        self._policies = self._processes.on_main(lambda: decide(measured, budget, self._processes.say))
+        return self._policies
+
+    def _situation(self, blocks: int) -> dict[str, Any]:
+        """What a choice is made for, as JSON gives it back."""
+        config, device = self._inputs.config, self._processes.device
+        layout = {key: value for key, value in asdict(self._inputs.layout).items() if key not in _OF_A_PROCESS}
+        name = "cpu" if device.type == "cpu" else str(getattr(torch, device.type).get_device_name(device))
+        return {
+            "layout": layout,
+            "engine": config.layout.model_dump(mode="json", include={"offload_optimizer", "offload_parameters"}),
+            "memory": config.memory.model_dump(mode="json"),
+            "micro_batch": config.train.micro_batch,
+            "shapes": {key: list(tensor.shape) for key, tensor in sorted(self._largest.tensors().items())},
+            "blocks": blocks,
+            "device": name,
+        }
+
+    def _measure(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> Measured:
+        """On all processes, as those that share a sample need each other."""
+        inputs, device = self._inputs, self._processes.device
+        tensors, remembering = self._largest.tensors(), inputs.family.remembering
+        calls = find_calls(model, blocks, self._loss, tensors, device, remembering=remembering)
+        partitioned = inputs.layout.strategy == "zero3"
+        found = kinds(calls.blocks)
+        measured: dict[int, Mapping[ActivationPolicy, Cost]] = {}
+        for places in found:
+            # One between others, as the first may get what needs no gradient yet.
+            call = calls.blocks[places[len(places) // 2]]
+            costs = measure_block(
+                call, device, autocast=calls.autocast, partitioned=partitioned, agree=self._processes.share
+            )
+            measured.update(dict.fromkeys(places, costs))
+        memory = estimate_memory(
+            model, self._loss, tensors, self._make_optimizer, ["keep"] * len(blocks), device, remembering=remembering
+        ).divided(inputs.layout)
+        names = [type(blocks[places[0]]).__name__ for places in found]
+        fixed = fixed_bytes(memory, calls, inputs.layout)
+        return Measured(costs_of(calls, measured), found, names, fixed, calls.tail)
+
+    def _budget(self) -> int:
+        """Bytes that every process may use: the least of any of them. Collective."""
+        asked, device, layout = self._inputs.config.memory.budget, self._processes.device, self._inputs.layout
+        sharing = layout.local_world if device.type == "cpu" else 1
+        if asked is None:
+            own = _SHARE_OF_FREE * free_memory_bytes(device) / sharing
+        else:
+            amount = parse_budget(asked)
+            own = amount if isinstance(amount, int) else amount * all_memory_bytes(device) / sharing
+        budgets = torch.zeros(layout.world, dtype=torch.float64, device=device)
+        budgets[layout.rank] = own
+        return int(self._processes.sum(budgets).min())
+
+
+def _earlier(checkpoint: Checkpoint | None) -> Mapping[str, Any] | None:
+    """The choice of the run that goes on."""
+    if checkpoint is None or checkpoint.weights_only:
+        return None
+    choice: Mapping[str, Any] | None = checkpoint.state.get("activations")
+    return choice
+
+
+def fixed_bytes(memory: MemoryEstimate, calls: Calls, layout: Layout) -> int:
+    """What a process needs whatever its blocks keep.
+
+    Args:
+        memory: of the process.
+        calls: of the blocks.
+        layout: of the run.
+    """
+    gathered = 0
+    if layout.strategy in ("zero3", "fsdp2"):  # the block that runs, and the one that comes next
+        sizes = [sum(p.numel() * p.element_size() for p in call.block.parameters()) for call in calls.blocks]
+        gathered = sum(sorted(sizes)[-2:])
+    return memory.parameters + memory.gradients + memory.optimizer + gathered + calls.begin
+
+
+def decide(measured: Measured, budget: int, say: Callable[[str], None]) -> list[ActivationPolicy]:
+    """Choose, and say what was chosen and why.
+
+    Args:
+        measured: of the run.
+        budget: bytes of a process.
+        say: prints a line.
+
+    Raises:
+        UserError: nothing fits.
+    """
+    costs, tail = measured.costs, measured.tail
+    for places, name in zip(measured.kinds, measured.names, strict=True):
+        one = ", ".join(
+            f"{policy} {1000 * cost.seconds:.3g} ms {readable_bytes(cost.kept)}"
+            for policy, cost in costs[places[len(places) // 2]].items()
+        )
+        say(f"{'measured':<11} {len(places)} x {name}: {one}")
+    choice = fastest_fitting(costs, budget - measured.fixed, tail=tail)
+    if choice is None:
+        least = least_alive(costs, tail=tail)
+        needs = measured.fixed + most_alive(costs, least, tail=tail)
+        raise UserError(
+            f"memory.budget: {readable_bytes(budget)} a process is too little; the least that this layout needs is "
+            f"{readable_bytes(needs)}, with {describe_order(least)} ({readable_bytes(measured.fixed)} of it for what "
+            "activation policies do not change). Raise the budget, lower train.micro_batch or the size of the samples, or "
+            "divide more by layout.strategy or layout.sequence"
+        )
+    uniform = []
+    for policy in POLICIES:
+        everywhere: list[ActivationPolicy] = [policy] * len(costs)
+        needs = measured.fixed + most_alive(costs, everywhere, tail=tail)
+        fits = "" if needs <= budget else ", does not fit"
+        uniform.append(f"{policy} {total_nanoseconds(costs, everywhere) / 1e9:.3g} s {readable_bytes(needs)}{fits}")
+    say(f"{'all blocks':<11} {'; '.join(uniform)}")
+    needs = measured.fixed + most_alive(costs, choice, tail=tail)
+    say(
+        f"{'chosen':<11} {describe_order(choice)}: {total_nanoseconds(costs, choice) / 1e9:.3g} s of each micro-batch, "
+        f"{readable_bytes(needs)} of {readable_bytes(budget)}"
+    )
+    return choice
+
+
+def describe_order(policies: Sequence[ActivationPolicy]) -> str:
+    """Policies in the order of the blocks, as in `12 x recompute, 18 x keep`."""
+    return ", ".join(f"{len(list(run))} x {policy}" for policy, run in groupby(policies))
