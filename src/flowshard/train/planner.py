@@ -102,7 +102,7 @@ class ActivationPlanner:
             self._processes.say(f"{'activations':<11} as planned before: {describe_order(self._policies)}")
             return self._policies
         try:
-            measured = self._measure(model, blocks)
+            measured = self.measure(model, blocks)
         except torch.OutOfMemoryError:
             raise UserError(
                 "memory.activations: one block alone does not fit on the device with a micro-batch of the largest samples; "
@@ -127,7 +127,7 @@ class ActivationPlanner:
             "device": name,
         }
 
-    def _measure(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> Measured:
+    def measure(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> Measured:
         """On all processes, as those that share a sample need each other."""
         inputs, device = self._inputs, self._processes.device
         tensors, remembering = self._largest.tensors(), inputs.family.remembering
