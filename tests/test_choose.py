@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,7 +20,7 @@ from flowshard.memory.choose import (
 POLICIES: tuple[ActivationPolicy, ...] = ("keep", "selective", "offload", "recompute")
 
 
-def _simulate(blocks: list[Costs], policies: tuple[ActivationPolicy, ...], tail: int) -> tuple[int, float]:
+def _simulate(blocks: Sequence[Costs], policies: tuple[ActivationPolicy, ...], tail: int) -> tuple[int, float]:
     """Most bytes alive, and seconds, by going through both passes."""
     chosen = [costs[policy] for costs, policy in zip(blocks, policies, strict=True)]
     alive = highest = 0
@@ -48,7 +49,7 @@ def _kind(draw: random.Random) -> dict[ActivationPolicy, Cost]:
 def test_the_choice_is_the_best_of_all_mixes(seed: int) -> None:
     draw = random.Random(seed)
     first, second = _kind(draw), _kind(draw)
-    blocks: list[Costs] = [first] * draw.randint(1, 3) + [second] * draw.randint(1, 3)
+    blocks = [first] * draw.randint(1, 3) + [second] * draw.randint(1, 3)
     tail = draw.randint(0, 300)
     mixes = {mix: _simulate(blocks, mix, tail) for mix in itertools.product(POLICIES, repeat=len(blocks))}
     least = min(need for need, _ in mixes.values())
@@ -71,7 +72,7 @@ def test_a_model_of_many_blocks_is_never_slower_than_one_policy_for_all(seed: in
         {p: Cost(c.seconds * draw.random(), c.kept * draw.randint(10**5, 10**6), 10**9) for p, c in _kind(draw).items()}
         for _ in range(2)
     ]
-    blocks: list[Costs] = [kinds[0]] * 19 + [kinds[1]] * 38
+    blocks = [kinds[0]] * 19 + [kinds[1]] * 38
     for uniform in POLICIES:
         everywhere = [uniform] * len(blocks)
         room = most_alive(blocks, everywhere, tail=0)  # just enough for it

@@ -43,9 +43,7 @@ def _peak(inputs: RunInputs, build: Build) -> int:
     config = inputs.config
     strategy = Single(CPU, clip_norm=None, loss_scale=LossScale(dynamic=False))
     fill(build, inputs, strategy)
-    made: list[torch.optim.Optimizer] = []
-    make = optimizer_factory(config)
-    strategy.start(build.model, build.settings, lambda groups: made.append(make(groups)) or made[-1])
+    strategy.start(build.model, build.settings, optimizer_factory(config))
     tensors = runs.batches(inputs).largest_micro_batch().tensors()
     loss_of = loss_function(inputs.family, dtype=getattr(torch, config.model.dtype), device=CPU)
     strategy.backward(loss_of(strategy.model, tensors))
@@ -53,12 +51,9 @@ def _peak(inputs: RunInputs, build: Build) -> int:
     strategy.backward(loss_of(strategy.model, tensors))
     live = LiveBytes()
     gradients = [parameter.grad for parameter in build.model.parameters() if parameter.grad is not None]
-    for tensor in [*build.model.parameters(), *build.model.buffers(), *tensors.values(), *gradients]:
+    state = [value for _, kept in strategy.optimizer_state() for value in kept.values()]
+    for tensor in [*build.model.parameters(), *build.model.buffers(), *tensors.values(), *gradients, *state]:
         live.add(tensor)
-    for state in made[0].state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                live.add(value)
     with live:
         strategy.backward(loss_of(strategy.model, tensors))
     return live.highest
@@ -116,9 +111,7 @@ def test_the_choice_is_recorded_and_used_again(
     said = capsys.readouterr().out
     assert "as planned before: 3 x keep" in said and "measured" not in said
     assert [line["loss"] for line in runs.metrics(again)] == [line["loss"] for line in runs.metrics(config)]
-    more = runs.config(
-        tiny, clips, tmp_path / "auto", "train.steps=3", "resume=auto", *auto, "train.micro_batch=2"
-    )
+    more = runs.config(tiny, clips, tmp_path / "auto", "train.steps=3", "resume=auto", *auto, "train.micro_batch=2")
     runs.run(more)
     assert "chosen      3 x keep" in capsys.readouterr().out
 
