@@ -40,8 +40,10 @@ class Measured:
 
     costs: list[dict[ActivationPolicy, Cost]]
     """Of every block, in the order of execution."""
+    order: list[int]
+    """Which of the model's blocks each of them is."""
     kinds: list[list[int]]
-    """Places of the blocks that are alike."""
+    """Places, in the order of execution, of the blocks that are alike."""
     names: list[str]
     """Class of the blocks of each kind."""
     fixed: int
@@ -109,7 +111,8 @@ class ActivationPlanner:
                 "lower train.micro_batch or the size of the samples, or raise layout.sequence"
             ) from None
         budget = self._budget()
-        self._policies = self._processes.on_main(lambda: decide(measured, budget, self._processes.say))
+        choice = self._processes.on_main(lambda: decide(measured, budget, self._processes.say))
+        self._policies = [policy for _, policy in sorted(zip(measured.order, choice, strict=True))]
         return self._policies
 
     def _situation(self, blocks: int) -> dict[str, Any]:
@@ -145,9 +148,15 @@ class ActivationPlanner:
         memory = estimate_memory(
             model, self._loss, tensors, self._make_optimizer, ["keep"] * len(blocks), device, remembering=remembering
         ).divided(inputs.layout)
-        names = [type(blocks[places[0]]).__name__ for places in found]
-        fixed = fixed_bytes(memory, calls, inputs.layout)
-        return Measured(costs_of(calls, measured), found, names, fixed, calls.tail)
+        places_of = {id(block): place for place, block in enumerate(blocks)}
+        return Measured(
+            costs=costs_of(calls, measured),
+            order=[places_of[id(call.block)] for call in calls.blocks],
+            kinds=found,
+            names=[type(calls.blocks[places[0]].block).__name__ for places in found],
+            fixed=fixed_bytes(memory, calls, inputs.layout),
+            tail=calls.tail,
+        )
 
     def _budget(self) -> int:
         """Bytes that every process may use: the least of any of them. Collective."""
