@@ -30,7 +30,7 @@ from flowshard.train.plan import readable_bytes
 
 _SHARE_OF_FREE = 0.9
 """For what is not seen here: what kernels need for themselves, and memory that torch cannot use because of gaps."""
-_OF_A_PROCESS = ("rank", "local_rank", "local_world", "reason", "deepspeed_file")
+_OF_A_PROCESS = ("rank", "local_rank", "reason", "deepspeed_file")
 """What of a layout says nothing of memory."""
 
 
@@ -99,10 +99,12 @@ class ActivationPlanner:
         """
         self._planned_for = self._situation(len(blocks))
         earlier = _earlier(self._inputs.checkpoint)
-        if earlier is not None and earlier["for"] == self._planned_for:
-            self._policies = earlier["policies"]
-            self._processes.say(f"{'activations':<11} as planned before: {describe_order(self._policies)}")
-            return self._policies
+        again = earlier["policies"] if earlier is not None and earlier["for"] == self._planned_for else []
+        reused: list[ActivationPolicy] = self._processes.share(again)  # others may run on another kind of device
+        if reused:
+            self._policies = reused
+            self._processes.say(f"{'activations':<11} as planned before: {describe_order(reused)}")
+            return reused
         try:
             measured = self.measure(model, blocks)
         except torch.OutOfMemoryError:
