@@ -35,6 +35,8 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/job.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/sequence.py
 	$(BIN)/python benchmarks/loading.py

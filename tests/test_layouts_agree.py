@@ -69,6 +69,7 @@ def test_every_strategy_and_policy_equals_one_process(
 ) -> None:
     """LoRA with every second pair of strategy and policy, full training with the others."""
     extra = ["zero1:2,activations=offload", "zero3:2,activations=offload", "single,activations=selective,micro_batch=2"]
+    extra += ["zero3:2,activations=auto", "sp:2,activations=auto"]  # measured before anything is divided, and together
     half = list(METHODS).index(method)
     layouts = ["single", *_grid(tmp_path / "ds.json", both=False, half=half), *extra]
     parity(options(tiny, layouts, *METHODS[method], "data.caption_dropout=0.3"))

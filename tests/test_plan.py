@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from flowshard.cli import main
+from flowshard.config_file import load_config
 from flowshard.device import known_peak
 from flowshard.errors import UserError
 from flowshard.families import all_families, find_variant
 from flowshard.families.base import Size
+from flowshard.plan.candidates import candidates
 from flowshard.plan.command import Plan, make_plan, transformer_settings
 from flowshard.plan.hardware import HARDWARE, USABLE, parse_bytes
 from flowshard.plan.inputs import PlanOptions, check_plan
@@ -141,6 +143,18 @@ def test_the_table_says_what_to_take_and_what_does_not_fit(tmp_path: Path, capsy
     assert "as configured; does not fit" in text
     assert main([*command, "100MB"]) == 0
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_layouts_in_place_of_chosen_policies_are_whole_configs(tmp_path: Path) -> None:
+    """With `auto` none is as configured, and the options of each go with the file as it is, its budget left out."""
+    file = config(tmp_path, more="memory: {activations: auto, budget: 20GB}")
+    own = check_plan(PlanOptions(file, (), 2, 1, None, None, None, None)).config
+    found = list(candidates(own, devices=2, nodes=1, tokens=8, blocks=3))
+    assert {one.policies[0] for one in found} == {"keep", "selective", "recompute", "offload"}
+    for one in found:
+        assert not one.configured
+        memory = load_config(file, one.options).memory
+        assert memory.activations == one.policies[0] and memory.budget is None
 
 
 def test_degrees_between_others_are_as_if_measured(tmp_path: Path) -> None:

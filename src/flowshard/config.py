@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from flowshard.units import parse_amount
+
 
 def _no_truth_value(value: Any) -> Any:
     if isinstance(value, bool):
@@ -281,16 +283,49 @@ class LayoutConfig(Section):
     """Part of the sequence-parallel degree that passes keys and values round; `auto` is the rest."""
 
 
+def _text_of_number(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class MemoryConfig(Section):
     """What is kept for the backward pass."""
 
     activations: ActivationPolicy | Literal["auto"] | dict[ActivationPolicy, PositiveInt] = "keep"
     """What happens to the activations of a block between forward and backward: `keep` all; `selective` keeps the
     attention outputs and recomputes the rest; `recompute` keeps the block's input; `offload` keeps that in host memory.
-    Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept."""
+    Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept. `auto`
+    measures blocks and takes the fastest mix that fits in `budget`."""
+    budget: Annotated[str, BeforeValidator(_text_of_number)] | None = None
+    """With `auto`, what a process may use: an amount such as `24GB` or `22.5GiB`, or a share of the device's memory such as
+    `0.9`. Null is nine tenths of what is free on the device; on the CPU, of the machine's memory, divided among its
+    processes."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the repeated blocks, once for each kind of block. `auto` does on CUDA where the compiler works, and says why
     not elsewhere; `true` refuses to start where it cannot be done."""
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_is_an_amount(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_budget(value)
+        return value
+
+
+def parse_budget(text: str) -> int | float:
+    """`memory.budget` as bytes (an int), or as a share of the device's memory (a float).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    amount = parse_amount(text)
+    if amount is not None:
+        return amount
+    if re.fullmatch(r"\d+(\.\d+)?|\.\d+", text.strip()) and 0 < float(text) <= 1:
+        return float(text)
+    raise ValueError(
+        f"{text!r} is neither an amount such as 24GB or 22.5GiB (units: MB, GB, TB, MiB, GiB, TiB) nor a share of the "
+        "device's memory such as 0.9"
+    )
 
 
 class SaveConfig(Section):

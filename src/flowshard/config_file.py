@@ -252,14 +252,15 @@ def _show(value: Any) -> str:
 
 
 def check_conflicts(config: Config) -> None:
-    """Refuse what single fields cannot see: a value of a later version, and options that contradict one another.
+    """Refuse what single fields cannot see: options that contradict one another.
 
     Raises:
         UserError: naming the options.
     """
-    if config.memory.activations == "auto":
+    if config.memory.budget is not None and config.memory.activations != "auto":
         raise UserError(
-            "memory.activations: 'auto' is not available in this version; use 'keep', 'selective', 'recompute' or 'offload'"
+            f"memory.budget: {config.memory.budget}, but only memory.activations=auto plans with it; set that, or "
+            "memory.budget=null"
         )
     _check_data(config.data, config.train.micro_batch)
     _check_preset(config.objective)

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,12 +140,27 @@ def memory_peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """What this process could still allocate on an accelerator; on the CPU all memory there is."""
+    if device.type == "cpu":
+        return memory_total_bytes(device)
+    backend: Any = getattr(torch, device.type)
+    # torch keeps what it has freed, to use it again.
+    unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0] + unused)
+
+
 def memory_total_bytes(device: torch.device) -> int:
-    """The memory of an accelerator, or of this machine."""
+    """All memory of the device; on the CPU the machine's, or what the process's control group may use of it."""
     if device.type != "cpu":
         backend: Any = getattr(torch, device.type)
         return int(backend.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdecimal() else physical
 
 
 _PEAKS = (

@@ -39,7 +39,7 @@ def block_policies(memory: MemoryConfig, blocks: int) -> list[ActivationPolicy]:
     """
     asked = memory.activations
     if isinstance(asked, str):
-        assert asked != "auto"  # noqa: S101 - refused by load_config
+        assert asked != "auto"  # noqa: S101 - chosen elsewhere
         return [asked] * blocks
     policies: list[ActivationPolicy] = [policy for policy, count in asked.items() for _ in range(count)]
     if len(policies) > blocks:
@@ -71,23 +71,40 @@ def apply_activation_policies(
     if all(policy == "keep" for policy in policies):
         return
     by_block = dict(zip(map(id, blocks), policies, strict=True))
-    # Under ZeRO-3 a frozen one-dimensional weight that the recomputation sees has been emptied again when torch
-    # compares it with what it saw in the forward pass (deepspeed < 0.19.3); the values are right all the same.
-    options: dict[str, Any] = {"determinism_check": "none"} if partitioned else {}
-    offload = InputOffload(host_memory)
+    caller = PolicyCaller(
+        lambda block: by_block[id(block)], partitioned=partitioned, host_memory=host_memory, compiled=compiled
+    )
+    model.enable_gradient_checkpointing(caller)
 
-    def run(block: torch.nn.Module, *inputs: Any) -> Any:
-        policy = by_block[id(block)]
-        if policy == "keep" or (policy == "selective" and compiled):
+
+class PolicyCaller:
+    """Calls blocks so that each keeps what its policy says."""
+
+    def __init__(
+        self,
+        policy_of: Callable[[torch.nn.Module], ActivationPolicy],
+        *,
+        partitioned: bool,
+        host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        compiled: bool = False,
+    ) -> None:
+        """Take the policy of a block from `policy_of`; for the others see `apply_activation_policies`."""
+        self._policy_of, self._compiled = policy_of, compiled
+        # Under ZeRO-3 a frozen one-dimensional weight that the recomputation sees has been emptied again when torch
+        # compares it with what it saw in the forward pass (deepspeed < 0.19.3); the values are right all the same.
+        self._options: dict[str, Any] = {"determinism_check": "none"} if partitioned else {}
+        self.offload = InputOffload(host_memory)
+
+    def __call__(self, block: torch.nn.Module, *inputs: Any) -> Any:
+        policy = self._policy_of(block)
+        if policy == "keep" or (policy == "selective" and self._compiled):
             return block(*inputs)
-        kept: AbstractContextManager[Any] = offload.of(inputs) if policy == "offload" else nullcontext()
+        kept: AbstractContextManager[Any] = self.offload.of(inputs) if policy == "offload" else nullcontext()
         selective: dict[str, Any] = {"context_fn": _keep_attention} if policy == "selective" else {}
         with kept:
             return checkpoint(
-                block.__call__, *inputs, use_reentrant=False, preserve_rng_state=False, **options, **selective
+                block.__call__, *inputs, use_reentrant=False, preserve_rng_state=False, **self._options, **selective
             )
-
-    model.enable_gradient_checkpointing(run)
 
 
 def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

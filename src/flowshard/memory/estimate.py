@@ -315,7 +315,7 @@ class _FullySharded(_Engine):
                 inside = segment.peak if several else segment.joint_peak
                 # At its end its gradients are copied into what is sent, and it is not gathered any more.
                 most = max(inside, segment.change + 2 * segment.gradients - own)
-            yield _name(segment), live + most + made + buffers, buffers
+            yield _name(segment), live + most + made + buffers, buffers + max(0, made - self.gradients)
             sending = segment.gradients if segment.backward else 0
             if segment.backward and self._kept:
                 made += segment.gradients // self.engine.shard - (segment.gradients if several else 0)

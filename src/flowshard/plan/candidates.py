@@ -57,6 +57,7 @@ class Candidate:
         found += [f"layout.{name}=true" for name in _OFF if getattr(layout, name)]
         if isinstance(memory.activations, str):
             found.append(f"memory.activations={memory.activations}")
+            found += ["memory.budget=null"] if memory.budget is not None else []  # which belongs to `auto`
         return found
 
     @property

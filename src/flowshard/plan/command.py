@@ -18,9 +18,9 @@ from flowshard.plan.candidates import Assessed, assess, candidates, environment
 from flowshard.plan.hardware import USABLE
 from flowshard.plan.inputs import PlanInputs, Question
 from flowshard.plan.model import PlannedModel
-from flowshard.plan.units import amount
 from flowshard.train.build import typed_model
 from flowshard.train.inputs import select_trained
+from flowshard.units import amount
 from flowshard.weights.files import TensorInfo
 from flowshard.weights.load import build_model
 from flowshard.weights.lora_files import adapted_layers, read_lora

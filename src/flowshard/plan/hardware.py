@@ -1,9 +1,9 @@
 """Devices as their makers describe them, and how long a step takes on them. Needs no torch."""
 
-import re
 from dataclasses import dataclass
 
 from flowshard.errors import UserError
+from flowshard.units import parse_amount
 
 GIB = 2**30
 USABLE = 0.92
@@ -71,14 +71,10 @@ def parse_bytes(text: str, *, option: str) -> int:
     Raises:
         UserError: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(G|T|M)(i?)B?", text.strip(), re.IGNORECASE)
-    number = 0.0
-    if found is not None:
-        power = {"M": 2, "G": 3, "T": 4}[found[2].upper()]
-        number = float(found[1]) * (1024 if found[3] else 1000) ** power
-    if number < 1:
+    number = parse_amount(text)
+    if number is None:
         raise UserError(f"{option}: {text!r} is no amount of memory; use for example 80GB or 64GiB")
-    return int(number)
+    return number
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from flowshard.plan.candidates import Assessed
 from flowshard.plan.command import Plan
 from flowshard.plan.hardware import USABLE
-from flowshard.plan.units import amount, count, duration
+from flowshard.units import amount, count, duration
 
 _HEAD = ("layout", "activations", "peak", "parameters", "gradients", "optimizer", "kept", "buffers", "sent", "step", "")
 

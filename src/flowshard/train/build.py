@@ -1,6 +1,6 @@
 """Applies to the plain model, in a fixed order, all that a run needs, and makes its loss function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from flowshard.weights.lora_files import LoraFile, load_factors
 from flowshard.weights.precision import compute_in_float32
 from flowshard.weights.report import LoadReport, some
 
+PolicyChoice = Callable[[torch.nn.Module, Sequence[torch.nn.Module]], list[ActivationPolicy]]
 LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -74,11 +75,12 @@ def build_on_meta(
     device: torch.device = CPU,
     measure: Callable[[torch.nn.Module], None] | None = None,
     compiling: CompileChoice | None = None,
+    choose: PolicyChoice | None = None,
 ) -> Build:
     """The transformer with adapters, sequence plan, activation policies and compiled blocks; no weight has been read.
 
     Order: build, the user's extension, adapters, what is trained, types, what the device needs, sequence plan, activation
-    policies, compiled blocks.
+    policies, which may be chosen here, compiled blocks.
 
     Args:
         inputs: checked.
@@ -86,6 +88,7 @@ def build_on_meta(
         device: that the model will be on.
         measure: is shown the model in its final types, before its tokens are divided and its activations have policies.
         compiling: whether blocks are compiled, from `choose_compile`; None compiles none.
+        choose: is shown the model and its blocks before the activations have policies, and gives these if they are `auto`.
 
     Raises:
         UserError: the extension fails, a pattern matches nothing, or the policies name more blocks than there are.
@@ -96,7 +99,10 @@ def build_on_meta(
         measure(model)
     apply_plans(model, inputs.family, sequence, device)
     blocks = inputs.family.blocks(model)
-    policies = block_policies(config.memory, len(blocks))
+    if choose is not None and config.memory.activations == "auto":
+        policies = choose(model, blocks)
+    else:
+        policies = block_policies(config.memory, len(blocks))
     compiled = compiling is not None and compiling.enabled
     apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
     if compiling is not None and compiled:

@@ -28,6 +28,7 @@ from flowshard.train.metrics import MetricsLog, StepMetrics, finite
 from flowshard.train.observer import Observer
 from flowshard.train.optimizer import AVERAGE, averaged, optimizer_factory, schedule_factor
 from flowshard.train.plan import check_memory, describe_plan
+from flowshard.train.planner import ActivationPlanner
 from flowshard.train.record import environment_record
 from flowshard.train.samples import Samples
 from flowshard.train.state import RunFolder
@@ -96,7 +97,11 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     largest = batches.largest_micro_batch()
     flops = FlopMeter(inputs, largest, processes)
     compiling = choose_compile(config.memory.compile, layout, processes)
-    build = build_on_meta(inputs, sequence, device=device, measure=flops.count, compiling=compiling)
+    loss_of = loss_function(inputs.family, dtype=dtype, device=device)
+    planner = ActivationPlanner(inputs, largest, loss_of, processes)
+    build = build_on_meta(
+        inputs, sequence, device=device, measure=flops.count, choose=planner.choose, compiling=compiling
+    )
     build.new = observer.new_weights(build.new)
     checkpoint = inputs.checkpoint
     reader = None if checkpoint is None else StateReader(checkpoint, () if config.train.ema else (AVERAGE,))
@@ -104,11 +109,10 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         use_masters(build, checkpoint, reader)
         for line in inputs.changes:
             say(line)
-    loss_of = loss_function(inputs.family, dtype=dtype, device=device)
 
     def plan_memory() -> MemoryEstimate:
         planned = PlannedModel(inputs, build.model, largest.tensors(), accelerator=device.type != "cpu")
-        found = planned.estimate(layout)
+        found = planned.estimate(layout, policies=build.policies)
         check_memory(inputs, planned, found, latents=largest.latents.shape[1:], device=device)
         return found
 
@@ -131,7 +135,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     observer.started(build.model)
     # From here on the run is known to start, and an earlier one may make room.
     folder = RunFolder(Path(config.output))
-    record = {**environment_record(), "layout": asdict(layout), "steps": inputs.steps}
+    record = {**environment_record(), "layout": asdict(layout), "steps": inputs.steps, **planner.record}
     say(
         processes.on_main(
             lambda: folder.prepare(
@@ -164,6 +168,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
                 "lora": config.lora.model_dump() if inputs.adapted else None,
                 "loss_scale": strategy.loss_scale.state(),
                 "updates": guard.state(),
+                "activations": planner.state,
             },
             resumable=config.save.resumable,
             keep=keep,

@@ -168,7 +168,7 @@ class CommunicationMeter:
     def __init__(self, group: SequenceGroup | None) -> None:
         """Begin; without a group there is nothing to read."""
         self._group = group
-        self._before = (0.0, 0)
+        self._before = (0.0, 0) if group is None else (group.traffic.seconds, group.traffic.bytes)
 
     def read(self) -> dict[str, Any]:
         """What `StepMetrics` takes, since the last call."""

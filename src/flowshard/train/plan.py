@@ -9,9 +9,9 @@ from flowshard.memory.estimate import MemoryEstimate
 from flowshard.plan.candidates import candidates
 from flowshard.plan.hardware import USABLE
 from flowshard.plan.model import PlannedModel
-from flowshard.plan.units import amount, count
 from flowshard.train.build import Build
 from flowshard.train.inputs import RunInputs
+from flowshard.units import amount, count
 
 
 def describe_plan(

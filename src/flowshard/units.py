@@ -1,4 +1,17 @@
-"""Numbers for people."""
+"""Numbers for people, and from them. Needs no torch."""
+
+import re
+
+_POWERS = {"M": 2, "G": 3, "T": 4}
+
+
+def parse_amount(text: str) -> int | None:
+    """The bytes of a text such as `80GB` (10^9), `22.5GiB` (2^30) or `500M`; None if it is no such amount above zero."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([MGT])(i?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        return None
+    number = float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()]
+    return int(number) if number >= 1 else None
 
 
 def amount(number: float) -> str:
