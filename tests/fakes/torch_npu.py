@@ -185,6 +185,7 @@ def _module() -> types.ModuleType:
         synchronize=lambda _=None: None,
         empty_cache=lambda: None,
         max_memory_allocated=lambda _=None: 12_345_678,
+        mem_get_info=lambda _=None: (60 * 2**30, 64 * 2**30),
         manual_seed_all=lambda _: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         Event=Event,
