@@ -185,6 +185,7 @@ def _module() -> types.ModuleType:
         synchronize=lambda _=None: None,
         empty_cache=lambda: None,
         max_memory_allocated=lambda _=None: 12_345_678,
+        mem_get_info=lambda _=None: (60 * 2**30, 64 * 2**30),
         manual_seed_all=lambda _: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         Event=Event,
@@ -201,6 +202,8 @@ def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 
 _setup_privateuseone_for_python_backend("npu", _module())
+# Page-locked memory is that of a device's driver; all memory here is the CPU's.
+torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
 torch.distributed.Backend.register_backend("hccl", _make_backend, devices=["npu", "cpu"])
 
 # Autocast as torch_npu has it: matrix products in the short type, all else in the type of what it gets.

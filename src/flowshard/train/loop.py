@@ -69,6 +69,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     check_dtype(device, config.model.dtype)
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
+    compiling = choose_compile(config.memory.compile, layout, processes)
 
     digest = agreed_digest(inputs.data.training, processes)
     for line in inputs.data.training.notes:
@@ -96,7 +97,6 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
         )
     largest = batches.largest_micro_batch()
     flops = FlopMeter(inputs, largest, processes)
-    compiling = choose_compile(config.memory.compile, layout, processes)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
     planner = ActivationPlanner(inputs, largest, loss_of, processes)
     build = build_on_meta(

@@ -49,7 +49,7 @@ class SigmaBins:
             share: as what part of a sample each counts.
         """
         bins = (sigma * SIGMA_BINS).long().clamp(max=SIGMA_BINS - 1)
-        members = torch.nn.functional.one_hot(bins, SIGMA_BINS).bool()
+        members = bins[:, None] == torch.arange(SIGMA_BINS)
         self._counts += share * members.sum(dim=0)
         own = members.to(losses.device, non_blocking=True)
         # Chosen rather than multiplied, so that a loss that is no number stays in its own bin.
