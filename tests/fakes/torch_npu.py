@@ -203,7 +203,7 @@ def _make_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 _setup_privateuseone_for_python_backend("npu", _module())
 # Page-locked memory is that of a device's driver; all memory here is the CPU's.
-torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 torch.distributed.Backend.register_backend("hccl", _make_backend, devices=["npu", "cpu"])
 
 # Autocast as torch_npu has it: matrix products in the short type, all else in the type of what it gets.
