@@ -16,9 +16,10 @@ from flowshard.weights.report import some
 
 SMALL_GRADIENT = 1e-6
 """A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
-ROUNDING = float(torch.finfo(torch.float32).eps)
+ROUNDING = 2 * float(torch.finfo(torch.float32).eps)
 """A difference below this part of the global norm is rounding, however small the tensor that it is in: the gradient of a
-bias of keys, for example, is a sum of terms that all but cancel, which processors round differently."""
+bias of keys, for example, is a sum of terms that all but cancel, which processors round differently, and which several
+processes add up in parts."""
 
 DRAWS = {"samples": "row", "latents": "latents", "noise": "noise", "sigma": "sigma"}
 """What goes into the model: quantity to its name in a trace."""
