@@ -23,19 +23,30 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def torchrun(
-    processes: int, module: Sequence[str], *, more: Mapping[str, str] | None = None, timeout: float = 600
+def python(
+    arguments: Sequence[str],
+    *,
+    folder: Path = REPOSITORY,
+    more: Mapping[str, str] | None = None,
+    timeout: float | None = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module in several processes on this machine and wait for them."""
-    done = subprocess.run(
-        [sys.executable, "-m", *local_agent(processes), "-m", *module],
-        cwd=REPOSITORY,
+    """Run Python with these arguments in a folder and wait for it."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
         env=environment(**(more or {})),
         capture_output=True,
         text=True,
         check=False,
         timeout=timeout,
     )
+
+
+def torchrun(
+    processes: int, module: Sequence[str], *, more: Mapping[str, str] | None = None, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Run a module in several processes on this machine and wait for them."""
+    done = python(["-m", *local_agent(processes), "-m", *module], more=more, timeout=timeout)
     # torch's warning about a collective without a backward pass in the graph.
     assert "autograd kernel was not registered" not in done.stdout + done.stderr
     return done

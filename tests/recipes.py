@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ LAUNCHERS = sorted(
 _RECORDER = """#!{python}
 import json, os, sys
 with open(os.environ["RECORDED"], "a") as stream:
-    stream.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+    noted = [os.environ[name] for name in {noted}]
+    stream.write(json.dumps([os.path.basename(sys.argv[0]), *noted, *sys.argv[1:]]) + "\\n")
 """
 
 
@@ -45,22 +47,33 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(EXAMPLES))
 
 
-def dry_run(recipe: Path, folder: Path, *options: str, **environment: str) -> tuple[list[Started], list[list[str]]]:
+def calls_of(
+    recipe: Path, folder: Path, *options: str, noted: Sequence[str] = (), **environment: str
+) -> list[list[str]]:
     """Run a recipe with programs that only note how they are called in the place of `accelerate` and `modelscope`.
 
     Returns:
-        What it starts, and what it downloads.
+        Of each call the program, the values of the variables `noted`, and the arguments.
     """
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name in ("accelerate", "modelscope"):
-        (programs / name).write_text(_RECORDER.format(python=sys.executable), encoding="utf-8")
+        (programs / name).write_text(_RECORDER.format(python=sys.executable, noted=list(noted)), encoding="utf-8")
         (programs / name).chmod(0o755)
     recorded = folder / f"{recipe.stem}.jsonl"
     recorded.unlink(missing_ok=True)
     variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "RECORDED": str(recorded), **environment}
     subprocess.run(["bash", str(recipe.relative_to(REPOSITORY)), *options], cwd=REPOSITORY, env=variables, check=True)
-    calls = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
+
+
+def dry_run(recipe: Path, folder: Path, *options: str, **environment: str) -> tuple[list[Started], list[list[str]]]:
+    """Run a recipe as `calls_of` does.
+
+    Returns:
+        What it starts, and what it downloads.
+    """
+    calls = calls_of(recipe, folder, *options, **environment)
     started = []
     for program, *arguments in calls:
         if program == "accelerate":

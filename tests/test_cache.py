@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from flowshard.errors import UserError
 from flowshard.train.encode import check_encoding, encode_samples
 from tests import runs
 from tests.conftest import REPOSITORY
-from tests.launch import environment
+from tests.launch import python
 
 ENCODERS = ("text_encoder", "tokenizer", "vae")
 
@@ -115,15 +113,7 @@ def test_eight_processes_fill_one_cache_and_one_is_killed(tiny: Path, clips: Pat
     config = runs.config(tiny, clips, tmp_path / "together", f"data.cache={tmp_path / 'cache'}")
     file = tmp_path / "job.yaml"
     file.write_text(dump_config(config, {}), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.fillers", str(file), "8"],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python(["-m", "tests.workers.fillers", str(file), "8"])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["killed", *["0"] * 7]
     assert _same(_entries(tmp_path / "cache"), expected)
@@ -163,14 +153,6 @@ def test_any_launcher_fills_the_same_cache(tiny: Path, clips: Path, tmp_path: Pa
         "--num_machines",
         "1",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "-m", "flowshard", "cache", str(file)],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python(["-m", *command, "-m", "flowshard", "cache", str(file)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert _same(_entries(tmp_path / "cache"), expected)

@@ -12,8 +12,7 @@ from flowshard.errors import UserError
 from flowshard.parallel import deepspeed_config
 from flowshard.train.inputs import check_inputs
 from tests import runs
-from tests.conftest import REPOSITORY
-from tests.launch import environment
+from tests.launch import python
 from tests.test_layouts_agree import SMALL
 
 POLICIES = ("keep", "recompute", "selective", "offload")
@@ -84,14 +83,7 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _run(module: list[str], release: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *module],
-        cwd=REPOSITORY,
-        env=environment(PYTHONPATH=release),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return python(["-m", *module], more={"PYTHONPATH": release}, timeout=None)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The examples: each starts as it is, with a tiny model in the place of the real one."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from flowshard.config_file import load_config
 from flowshard.families import find_variant
 from tests import runs
 from tests.conftest import REPOSITORY
-from tests.launch import environment
+from tests.launch import python
 from tests.test_families import BASES
 
 SERIES = dict(zip(("wan", "qwen_image", "flux", "flux2", "z_image"), BASES, strict=True))
@@ -57,7 +55,6 @@ def test_launcher_file_starts_zero3(tiny_models: Callable[[str], Path], tmp_path
     file.write_text(yaml.safe_dump({**settings, "num_processes": 2}))
     size = [*SMALL, "train.global_batch=2", *(["data.frames=5"] if series == "wan" else [])]
     launch = [
-        sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--config_file",
@@ -67,14 +64,6 @@ def test_launcher_file_starts_zero3(tiny_models: Callable[[str], Path], tmp_path
         "train",
     ]
     own = [f"model.path={tiny_models(SERIES[series])}", f"output={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [*launch, f"examples/{series}_full.yaml", *own, *size],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python([*launch, f"examples/{series}_full.yaml", *own, *size])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "layout      zero3, 2 processes" in done.stdout

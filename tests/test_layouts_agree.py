@@ -1,7 +1,6 @@
 """One run, any layout, one loss curve: several processes against one, through `flowshard parity`."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from flowshard.errors import RunError
 from flowshard.parity.command import ParityOptions, parity
 from tests import runs
 from tests.conftest import REPOSITORY
+from tests.launch import python
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2")
 POLICIES = ("keep", "recompute", "selective", "offload")
@@ -144,15 +144,7 @@ def test_both_launchers_train_and_save_what_one_process_saves(
     options = [f"output={output}", "memory.activations=offload", "save.every=2"]
     if launch[0] == "torch.distributed.run":
         options.append("layout.strategy=zero3")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, str(Path(single.output, "config.yaml")), *options],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(["-m", *launch, str(Path(single.output, "config.yaml")), *options], timeout=None)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "layout      zero3, 2 processes" in done.stdout
     checkpoints = sorted((output / "checkpoints").iterdir())

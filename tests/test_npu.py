@@ -4,8 +4,6 @@ Nothing here ran on hardware. `tests/fakes/torch_npu.py` says what the stand-in 
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +29,7 @@ from flowshard.parallel.strategies.deepspeed import DeepSpeed
 from flowshard.parallel.strategies.scaling import LossScale
 from tests import runs
 from tests.conftest import REPOSITORY
-from tests.launch import environment, torchrun
+from tests.launch import python, torchrun
 from tests.pictures import PICTURES, run_config, shrink_references
 from tests.test_families import BASES
 from tests.wan_variants import open_case, write_data
@@ -73,15 +71,7 @@ FORWARD_PASSES = {"wan2.1-t2v-1.3b": 1, "wan2.2-i2v-a14b": 2, "wan2.2-ti2v-5b": 
 
 def _npu(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """What the worker says about each case, in one process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.npu", *arguments],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = python(["-m", "tests.workers.npu", *arguments], timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return _lines(done.stdout)
 

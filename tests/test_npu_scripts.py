@@ -1,9 +1,6 @@
 """The scripts for Ascend NPUs under DiffSynth-Studio's names: what each starts."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import yaml
 from flowshard.compat.arguments import parse
 from flowshard.compat.options import SCRIPTS
 from tests.conftest import REPOSITORY
+from tests.recipes import calls_of
 
 NAMES = {
     "wanvideo": ("Wan2.1-T2V-14B", "Wan2.2-T2V-A14B", "Wan2.2-VACE-Fun-A14B"),
@@ -26,23 +24,7 @@ SPLIT = ("Qwen-Image-LoRA", "Qwen-Image-Edit-2509-LoRA", "FLUX.2-dev-Lora")
 """Scripts that encode all samples first."""
 TWO = ("Wan2.2-T2V-A14B", "Wan2.2-VACE-Fun-A14B")
 """Scripts that train two transformers."""
-RECORDER = """#!{python}
-import json, os, sys
-with open(os.environ["RECORDED"], "a") as stream:
-    stream.write(json.dumps([os.path.basename(sys.argv[0]), os.environ["CPU_AFFINITY_CONF"], *sys.argv[1:]]) + "\\n")
-"""
 CASES = [(folder, name) for folder, names in NAMES.items() for name in names]
-
-
-def _calls(script: Path, folder: Path, *options: str) -> list[list[str]]:
-    """What a script runs, with programs that only note it in the place of `accelerate` and `modelscope`."""
-    for program in ("accelerate", "modelscope"):
-        (folder / program).write_text(RECORDER.format(python=sys.executable), encoding="utf-8")
-        (folder / program).chmod(0o755)
-    record = folder / "calls.jsonl"
-    variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORDED": str(record)}
-    subprocess.run(["bash", str(script), *options], cwd=REPOSITORY, env=variables, check=True)
-    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
 def _options(folder: str, arguments: list[str]) -> dict[str, Any]:
@@ -64,7 +46,7 @@ def test_the_scripts_have_their_names() -> None:
 def test_script_starts_training(folder: str, name: str, tmp_path: Path) -> None:
     script = REPOSITORY / "examples" / folder / "model_training" / "special" / "npu_training" / f"{name}-NPU.sh"
     assert os.access(script, os.X_OK)
-    download, *started = _calls(script, tmp_path, "--num_epochs", "7")
+    download, *started = calls_of(script, tmp_path, "--num_epochs", "7", noted=["CPU_AFFINITY_CONF"])
     assert download[:5] == ["modelscope", "1", "download", "--dataset", "DiffSynth-Studio/diffsynth_example_dataset"]
     assert len(started) == 1 + (name in SPLIT or name in TWO)
     every = []

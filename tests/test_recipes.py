@@ -19,7 +19,7 @@ from flowshard.families import all_families, find_variant
 from flowshard.parallel.deepspeed_config import deepspeed_config
 from flowshard.parallel.layout import resolve_layout
 from tests.conftest import REPOSITORY
-from tests.launch import environment
+from tests.launch import environment, python
 from tests.recipes import EXAMPLES, LAUNCHERS, RECIPES, dry_run, launcher_environment, name_of
 
 FOLDERS = {"wan": "wanvideo", "qwen-image": "qwen_image", "flux": "flux", "flux2": "flux2", "z-image": "z_image"}
@@ -196,18 +196,10 @@ def test_launcher_file_for_little_memory_trains(
     tiny_models: Callable[[str], Path], clips: Path, tmp_path: Path
 ) -> None:
     """With the DeepSpeed file that it names, by its place in the repository."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"examples/{SPECIAL}"]
+    launch = ["-m", "accelerate.commands.launch", "--config_file", f"examples/{SPECIAL}"]
     own = [f"model.path={tiny_models('qwen-image')}", f"output={tmp_path / 'run'}", "train.steps=1"]
     size = ["data.height=32", "data.width=32", "train.global_batch=1"]
-    done = subprocess.run(
-        [*launch, "-m", "flowshard", "train", "examples/qwen_image_lora.yaml", *own, *size],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python([*launch, "-m", "flowshard", "train", "examples/qwen_image_lora.yaml", *own, *size])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "layout      zero3, one process" in done.stdout
 

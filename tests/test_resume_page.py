@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from flowshard.config_file import dump_config
 from tests import runs
 from tests.conftest import REPOSITORY
-from tests.launch import environment, torchrun
+from tests.launch import python, torchrun
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
@@ -26,15 +24,7 @@ def _commands() -> list[str]:
 def _run(command: str, folder: Path, **more: str) -> str:
     words = command.replace("CONFIG", "job.yaml").split()
     start = {"flowshard": ["-m", "flowshard"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[words[0]]
-    done = subprocess.run(
-        [sys.executable, *start, *words[1:]],
-        cwd=folder,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python([*start, *words[1:]], folder=folder, more=more)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

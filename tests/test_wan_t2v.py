@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,8 +16,7 @@ from flowshard.compat.wan_t2v_options import EARLIER, EARLIER_OPTIONS
 from flowshard.config_file import load_config
 from flowshard.families.wan_files import CLIP, TEXT_ENCODER, VAE
 from tests import runs
-from tests.conftest import REPOSITORY
-from tests.launch import environment
+from tests.launch import python
 
 TEXT, IMAGE = "wan2.1-t2v-1.3b", "wan2.1-i2v-14b-480p"
 FILE = "diffusion_pytorch_model.safetensors"
@@ -291,15 +288,7 @@ def test_two_processes_of_deepspeed_log_what_one_process_logs(
     common += ["--set", "model.dtype=float32"]
     memory = ["--use_gradient_checkpointing", "--use_gradient_checkpointing_offload"]
     two = ["--accumulate_grad_batches", "1", "--training_strategy", "deepspeed_stage_3", *memory, "--processes", "2"]
-    done = subprocess.run(
-        [sys.executable, "examples/wanvideo/train_wan_t2v.py", *common, *two, "--output_path", str(tmp_path / "two")],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = python(["examples/wanvideo/train_wan_t2v.py", *common, *two, "--output_path", str(tmp_path / "two")])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "layout      zero3, 2 processes" in done.stdout
     assert "activations 3 x offload" in done.stdout
