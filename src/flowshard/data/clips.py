@@ -126,27 +126,11 @@ def clip_facts(path: Path) -> ClipFacts:
     """
     with Clip(path) as clip:
         shown = clip.shown_from_packets()
-        picture = _first_picture(clip)
-        if not shown.times:
+        first = next(clip.frames_from(0.0), None)
+        if first is None or not shown.times:
             raise ValueError("no picture")
+        picture = _upright(first[1])
         return ClipFacts(*picture.size, frames=len(shown.times), fps=len(shown.times) / max(shown.end, _CLOSE))
-
-
-def clip_size(path: Path) -> tuple[int, int]:
-    """Width and height of a clip, upright; its first frame is decoded.
-
-    Raises:
-        Exception: whatever the reader raises.
-    """
-    with Clip(path) as clip:
-        return _first_picture(clip).size
-
-
-def _first_picture(clip: Clip) -> Image.Image:
-    first = next(clip.frames_from(0.0), None)
-    if first is None:
-        raise ValueError("no picture")
-    return _upright(first[1])
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def read_picture(path: Path, *, where: str) -> Image.Image:
     try:
         return _image(path) if is_image(path) else read_clip(path, 1, WHOLE, Image.Image.copy)[0]
     except TooShortError:
-        raise UserError(f"{where}: {path} holds no picture; replace the file") from None
+        raise DataError("not decodable", f"{where}: {path} holds no picture; replace the file") from None
     except Exception as error:  # as in `read_frames`
         reason = " ".join(str(error).split())
         raise DataError("not decodable", f"{where}: {path} cannot be decoded ({reason}); replace the file") from None

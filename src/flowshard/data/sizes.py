@@ -5,11 +5,9 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from flowshard.config import DataConfig
-from flowshard.data.clips import clip_size
-from flowshard.data.media import is_image, picture_size
+from flowshard.data.media import picture_size
 from flowshard.data.metadata import Metadata, Row
 from flowshard.data.problems import DataError
 from flowshard.errors import UserError
@@ -91,7 +89,7 @@ def fitted(width: int, height: int, *, max_pixels: int, step: int) -> tuple[int,
 
 def _own_size(row: Row, data: DataConfig, family: Family) -> tuple[int, int]:
     assert data.max_pixels is not None  # noqa: S101 - the callers have seen to it
-    width, height = _medium_size(row.medium[0], where=row.describe())
+    width, height = picture_size(row.medium[0], where=row.describe())
     step = _step(data, family)
     size = fitted(width, height, max_pixels=data.max_pixels, step=step)
     if not all(size):
@@ -103,19 +101,6 @@ def _own_size(row: Row, data: DataConfig, family: Family) -> tuple[int, int]:
             row=row.number,
         )
     return size
-
-
-def _medium_size(path: Path, *, where: str) -> tuple[int, int]:
-    """Width and height, upright."""
-    if is_image(path):
-        return picture_size(path, where=where)
-    try:
-        return clip_size(path)
-    except Exception as error:  # readers raise almost anything
-        reason = " ".join(str(error).split())
-        raise DataError(
-            "not decodable", f"{where}: cannot be decoded ({reason}); replace the file or remove the row"
-        ) from None
 
 
 def _step(data: DataConfig, family: Family) -> int:

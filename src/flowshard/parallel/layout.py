@@ -167,8 +167,7 @@ def _shard_degree(config: Config, strategy: str, world: int) -> int:
     if strategy != "fsdp2":
         raise UserError(f"layout.shard: belongs to fsdp2, the strategy is {strategy!r}; set layout.shard=auto")
     if world % asked:
-        legal = [number for number in range(1, world + 1) if world % number == 0]
-        raise UserError(f"layout.shard: {asked} does not divide {world} processes; use {_choices(legal)}")
+        raise UserError(f"layout.shard: {asked} does not divide {world} processes; use {_choices(divisors(world))}")
     return asked
 
 
@@ -215,15 +214,25 @@ def encoding_layout(environment: Mapping[str, str] | None = None) -> Layout:
     )
 
 
+def first_process(world: int, local_world: int) -> dict[str, str]:
+    """What a launcher sets in the first of so many processes, of which so many are on its machine."""
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local_world)}
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 def _sequence_degrees(layout: LayoutConfig, world: int, heads: int) -> tuple[int, int, int]:
     """`layout.sequence` and its two factors. By default as much as the heads allow is ulysses, which sends less."""
     sequence = layout.sequence
     if world % sequence:
-        legal = [number for number in range(1, world + 1) if world % number == 0]
         raise UserError(
-            f"layout.sequence: {sequence} does not divide the {world} processes that were started; use {_choices(legal)}"
+            f"layout.sequence: {sequence} does not divide the {world} processes that were started; use "
+            f"{_choices(divisors(world))}"
         )
-    legal = [number for number in range(1, sequence + 1) if math.gcd(heads, sequence) % number == 0]
+    legal = divisors(math.gcd(heads, sequence))
     ulysses = layout.ulysses
     if ulysses == "auto":
         ulysses = legal[-1] if layout.ring == "auto" else sequence // layout.ring

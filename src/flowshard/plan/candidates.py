@@ -10,7 +10,7 @@ from flowshard.memory.estimate import MemoryEstimate, estimate_memory
 from flowshard.memory.sizes import MASTER
 from flowshard.memory.timeline import Timeline
 from flowshard.memory.traffic import Traffic, step_traffic
-from flowshard.parallel.layout import SHARDED, Layout, resolve_layout
+from flowshard.parallel.layout import SHARDED, Layout, divisors, first_process, resolve_layout
 from flowshard.plan.hardware import Hardware, StepTime, Work, step_time
 from flowshard.plan.model import PlannedModel, engine_of
 
@@ -111,7 +111,7 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
         plain: list[dict[str, bool]] = [{}] if devices > 1 or strategy == "single" else []
         for offload in (*plain, *_OFFLOADS.get(strategy, ())):
             for shard in _shards(strategy, devices, nodes):
-                for sequence in _divisors(devices):
+                for sequence in divisors(devices):
                     changed = _changed(
                         config,
                         strategy=strategy,
@@ -155,20 +155,10 @@ def _shards(strategy: str, devices: int, nodes: int) -> list[Any]:
     return ["auto", devices // nodes] if strategy == "fsdp2" and 1 < devices // nodes < devices else ["auto"]
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def environment(devices: int, nodes: int) -> dict[str, str]:
-    """What a launcher would set in the first process."""
-    local = str(devices // nodes)
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": local}
-
-
 def legal_layout(config: Config, devices: int, nodes: int) -> Layout | None:
     """The layout of a config; None if it has none on so many devices."""
     try:
-        return resolve_layout(config, environment(devices, nodes))
+        return resolve_layout(config, first_process(devices, devices // nodes))
     except UserError:
         return None
 

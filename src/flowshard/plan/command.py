@@ -13,8 +13,8 @@ from flowshard.device import known_peak
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.fakes import Tensors
-from flowshard.parallel.layout import Layout, resolve_layout
-from flowshard.plan.candidates import Assessed, assess, candidates, environment
+from flowshard.parallel.layout import encoding_layout, first_process, resolve_layout
+from flowshard.plan.candidates import Assessed, assess, candidates
 from flowshard.plan.hardware import USABLE
 from flowshard.plan.inputs import PlanInputs, Question
 from flowshard.plan.model import PlannedModel
@@ -66,7 +66,7 @@ def make_plan(question: Question) -> Plan:
     blocks = len(family.blocks(whole))
     found = list(candidates(config, devices=question.devices, nodes=question.nodes, tokens=tokens, blocks=blocks))
     if not found:
-        resolve_layout(config, environment(question.devices, question.nodes))  # says why
+        resolve_layout(config, first_process(question.devices, question.devices // question.nodes))  # says why
         raise UserError(
             f"--devices: no layout of {question.devices} processes is legal for this config; use another number"
         )
@@ -125,21 +125,7 @@ def _inputs(question: Question) -> PlanInputs:
         )
     infos = {name: TensorInfo(Path(), "", shape) for name, shape in shapes.items()}
     adapted, trained = select_trained(config, family, infos, init)
-    layout = Layout(
-        strategy="single",
-        world=1,
-        rank=0,
-        local_rank=0,
-        local_world=1,
-        reason="",
-        accumulation=1,
-        shard=1,
-        sequence=1,
-        ulysses=1,
-        ring=1,
-        deepspeed_file=None,
-    )
-    return PlanInputs(config, family, question.variant, settings, adapted, trained, init, layout)
+    return PlanInputs(config, family, question.variant, settings, adapted, trained, init, encoding_layout({}))
 
 
 def transformer_settings(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from flowshard.data.sizes import check_budget, run_size
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
 from flowshard.families.base import Size
-from flowshard.parallel.layout import Layout
+from flowshard.parallel.layout import Layout, divisors
 from flowshard.plan.hardware import DEFAULT, Hardware, find_hardware, parse_bytes
 from flowshard.train.inputs import with_expert, with_variant
 from flowshard.weights.files import LOW_EXPERT_FOLDER, TRANSFORMER_FOLDER, read_json
@@ -83,10 +83,9 @@ def check_plan(options: PlanOptions) -> Question:
         if getattr(options, name) < 1:
             raise UserError(f"--{name}: {getattr(options, name)} is not at least 1")
     if options.devices % options.nodes:
-        legal = [number for number in range(1, options.devices + 1) if options.devices % number == 0]
         raise UserError(
             f"--nodes: {options.devices} devices cannot be divided among {options.nodes} machines; use one of "
-            f"{', '.join(map(str, legal))}"
+            f"{', '.join(map(str, divisors(options.devices)))}"
         )
     hardware = find_hardware(options.device or DEFAULT)
     memory = int(hardware.memory)

@@ -22,7 +22,7 @@ from flowshard.data.sources import read_data
 from flowshard.data.survey import Surveyed, survey
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
-from flowshard.parallel.layout import Layout, check_heads, resolve_layout
+from flowshard.parallel.layout import Layout, check_heads, first_process, resolve_layout
 from flowshard.train.data_inputs import check_batches, input_shapes, only_legal
 from flowshard.train.inputs import check_inputs, count_steps, with_variant
 from flowshard.weights.files import TRANSFORMER_FOLDER, read_json
@@ -125,7 +125,7 @@ def _environment(config: Config, processes: int | None) -> dict[str, str]:
     """What a launcher would set in the first of so many processes."""
     shard = config.layout.shard
     count = processes or max(config.layout.sequence, shard if isinstance(shard, int) else 1)
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return first_process(count, count)
 
 
 class _Checker:

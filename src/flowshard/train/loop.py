@@ -17,7 +17,6 @@ from flowshard.objective.grids import noise_levels
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.sequence import SequenceGroup
 from flowshard.parallel.strategies import make_strategy
-from flowshard.plan.model import PlannedModel
 from flowshard.train.batches import StepBatches, stream
 from flowshard.train.build import build_on_meta, fill, loss_function, sample_loss_function, use_masters
 from flowshard.train.checkpoint import StateReader, agreed_digest, restore, write_training_state
@@ -111,7 +110,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
             say(line)
 
     def plan_memory() -> MemoryEstimate:
-        planned = PlannedModel(inputs, build.model, largest.tensors(), accelerator=device.type != "cpu")
+        planned = planner.planned(build.model)
         found = planned.estimate(layout, policies=build.policies)
         check_memory(inputs, planned, found, latents=largest.latents.shape[1:], device=device)
         return found

@@ -74,6 +74,14 @@ class ActivationPlanner:
         self._processes = processes
         self._planned_for: dict[str, Any] = {}
         self._policies: list[ActivationPolicy] = []
+        self._planned: PlannedModel | None = None
+
+    def planned(self, model: torch.nn.Module) -> PlannedModel:
+        """The run's whole model on the meta device, measured on fake tensors: what is measured once is known from then on."""
+        if self._planned is None:
+            on_accelerator = self._processes.device.type != "cpu"
+            self._planned = PlannedModel(self._inputs, model, self._largest.tensors(), accelerator=on_accelerator)
+        return self._planned
 
     @property
     def state(self) -> dict[str, Any] | None:
@@ -145,7 +153,8 @@ class ActivationPlanner:
                 call, device, autocast=calls.autocast, partitioned=partitioned, agree=self._processes.share
             )
             measured.update(dict.fromkeys(places, costs))
-        memory = self._processes.on_main(lambda: self._estimate(model, len(blocks)))
+        keep: list[ActivationPolicy] = ["keep"] * len(blocks)  # any policy: what counts here is the same with all
+        memory = self._processes.on_main(lambda: self.planned(model).estimate(inputs.layout, policies=keep))
         places_of = {id(block): place for place, block in enumerate(blocks)}
         return Measured(
             costs=costs_of(calls, measured),
@@ -155,12 +164,6 @@ class ActivationPlanner:
             fixed=fixed_bytes(memory, calls),
             tail=calls.tail,
         )
-
-    def _estimate(self, model: torch.nn.Module, blocks: int) -> MemoryEstimate:
-        """Of what policies do not change; with any policy."""
-        on_accelerator = self._processes.device.type != "cpu"
-        planned = PlannedModel(self._inputs, model, self._largest.tensors(), accelerator=on_accelerator)
-        return planned.estimate(self._inputs.layout, policies=["keep"] * blocks)
 
     def _budget(self) -> int:
         """Bytes that every process may use: the least of any of them. Collective."""
