@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flowshard.memory.live import LiveBytes
 from flowshard.memory.sizes import MASTER, ModelSize
 from flowshard.memory.timeline import Segment, Timeline
 from flowshard.parallel.strategies.base import OptimizerFactory
@@ -34,8 +35,10 @@ class Optimizer:
 
     state: float
     """Bytes that it keeps for an element."""
+    working: float
+    """Bytes that it allocates for an element while it updates a parameter; none if it is fused."""
     foreach: bool
-    """Whether it updates all parameters at once, as torch's do on accelerators."""
+    """Whether it updates all parameters at once, as torch's do on accelerators if they are not fused."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class MemoryEstimate:
 
 
 def optimizer_memory(make: OptimizerFactory, *, accelerator: bool) -> Optimizer:
-    """What an optimizer needs, found by one update of a small float32 matrix.
+    """What an optimizer needs, found by two updates of a small float32 matrix.
 
     Args:
         make: makes it from parameter groups.
@@ -69,11 +72,14 @@ def optimizer_memory(make: OptimizerFactory, *, accelerator: bool) -> Optimizer:
     sample.grad = torch.zeros_like(sample)
     optimizer = make([{"params": [sample], "lr": 0.0, "weight_decay": 0.0}])
     optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
+    working = live.highest / sample.numel() if live.highest >= sample.nbytes else 0.0  # else it is a scalar or two
     state = [value for value in optimizer.state[sample].values() if isinstance(value, torch.Tensor) and value.ndim]
     asked = optimizer.defaults.get("foreach")
     fused = bool(optimizer.defaults.get("fused"))
     foreach = "foreach" in optimizer.defaults and not fused and (accelerator if asked is None else bool(asked))
-    return Optimizer(sum(value.numel() * value.element_size() for value in state) / sample.numel(), foreach)
+    return Optimizer(sum(value.nbytes for value in state) / sample.numel(), working, foreach and working > 0)
 
 
 def estimate_memory(timeline: Timeline, size: ModelSize, engine: Engine, optimizer: Optimizer) -> MemoryEstimate:
@@ -121,11 +127,11 @@ class _Engine:
 
     def update(self) -> int:
         """Bytes that an update needs for itself."""
-        return MASTER * self._working(self.part, min(self.whole.largest, self.part))
+        return self._working(self.part, min(self.whole.largest, self.part))
 
     def _working(self, all_elements: int, largest: int) -> int:
-        """Elements of what an optimizer computes on its way; torch's Adam makes two such tensors, or one of all."""
-        return all_elements if self.optimizer.foreach else 2 * largest
+        """Bytes of what an optimizer computes on its way; torch's make one tensor of all, or some for each parameter."""
+        return MASTER * all_elements if self.optimizer.foreach else round(self.optimizer.working * largest)
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
         """For each moment of the passes: its name, bytes of gradients and buffers, and of those the buffers'."""
@@ -204,7 +210,7 @@ class _Zero(_Engine):
         """The gradients once more as one tensor, and what the optimizer computes."""
         if self.engine.offload_optimizer:
             return 0
-        return MASTER * (self.part + self._working(self.part, self.part)) - self.gradients + self.divided_gradients
+        return MASTER * self.part + self._working(self.part, self.part) - self.gradients + self.divided_gradients
 
     def passes(self) -> Iterator[tuple[str, int, int]]:
         for name, more, _ in super().passes():
@@ -290,7 +296,7 @@ class _FullySharded(_Engine):
         return 0 if self._kept else self._part_bytes + super().state + MASTER * self.part
 
     def update(self) -> int:
-        return MASTER * self._working(self.part, -(-self.whole.largest // self.engine.shard)) if self._kept else 0
+        return self._working(self.part, -(-self.whole.largest // self.engine.shard)) if self._kept else 0
 
     def _gathered(self, block: int | None) -> int:
         if block is None:
