@@ -310,6 +310,17 @@ def test_the_grid_has_a_row_for_each_prompt_and_a_column_for_each_step(tmp_path:
     assert (grid[28:, :190] < 128).any() and (grid[:28, 200:] < 128).any()
 
 
+def test_the_grid_shows_beginning_and_end_of_clips(tmp_path: Path) -> None:
+    for step in range(2):
+        (tmp_path / f"step-{step:08d}").mkdir()
+        frames = np.stack([np.full((32, 64, 3), value + step, np.uint8) for value in (40, 80, 120, 160, 200)])
+        write_video(tmp_path / f"step-{step:08d}" / "00.mp4", frames, fps=4)
+    write_grid(tmp_path, ["a fox"])
+    grid = np.asarray(Image.open(tmp_path / "grid.png")).astype(int)
+    shown = [grid[28 + 40, 200 + (3 * 160 + 8) * step + 160 * place + 80, 0] for step in range(2) for place in range(3)]
+    assert np.abs(np.array(shown) - [40, 120, 200, 41, 121, 201]).max() <= 3
+
+
 IMAGE = "wan2.1-i2v-14b-480p"
 
 

@@ -24,7 +24,7 @@ CLIP_SUFFIXES = frozenset(
 )
 WHOLE = Cut()
 """The first frames of the whole clip."""
-_MIDDLE = Cut(sampling="even")
+_SPREAD = Cut(sampling="even")
 BACKGROUND = (255, 255, 255)
 """What shows through transparent pixels."""
 
@@ -158,14 +158,18 @@ def picture_size(path: Path, *, where: str) -> tuple[int, int]:
         raise DataError("not decodable", f"{where}: {path} cannot be decoded ({reason}); replace the file") from None
 
 
-def middle_frame(path: Path) -> Image.Image:
-    """A picture, or the frame in the middle of a clip, as RGB in its own size.
+def stills(path: Path, frames: int = 1) -> list[Image.Image]:
+    """A picture, or frames of a clip, evenly spread from first to last, as RGB in their own size.
+
+    Args:
+        path: the medium.
+        frames: how many of a clip; one is that in the middle.
 
     Raises:
-        UserError: the file cannot be decoded.
+        UserError: the file cannot be decoded, or is a clip with fewer frames.
     """
     try:
-        return _image(path) if is_image(path) else read_clip(path, 1, _MIDDLE, Image.Image.copy)[0]
+        return [_image(path)] if is_image(path) else read_clip(path, frames, _SPREAD, Image.Image.copy)
     except Exception as error:  # as in `read_frames`
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be decoded ({reason}); replace the file") from None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from flowshard.data.media import middle_frame
+from flowshard.data.media import stills
 from flowshard.errors import UserError
 
 _SIDE = 320
@@ -29,7 +29,7 @@ def element(file: Path, description: str, *, clips: bool) -> str:
         clips: whether a clip is shown as such, and not its middle frame.
     """
     try:
-        picture = middle_frame(file)
+        picture = stills(file)[0]
     except UserError as error:
         return f'<p class="note">{escape(str(error))}</p>'
     picture.thumbnail((_SIDE, _SIDE))

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from flowshard.data.media import middle_frame
+from flowshard.data.media import stills
 from flowshard.weights.files import atomic_file
 
 GRID = "grid.png"
@@ -17,6 +17,8 @@ _FILE = re.compile(r"(\d+)\.(?:png|mp4)")
 _CELL, _GAP, _LABEL, _HEAD = 256, 8, 200, 28
 """Pixels of the grid: longer side of a sample, space between two, width of a prompt, height of the step numbers."""
 _COLUMNS = 16
+_STRIPS, _FRAMES, _FRAME = 4, 3, 160
+"""Up to so many columns a clip is shown by so many frames, whose longer side has so many pixels."""
 _LINES = 6
 """Of a prompt."""
 _FONT = 16
@@ -58,7 +60,9 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 
 def write_grid(folder: Path, prompts: Sequence[str]) -> None:
-    """All samples as one picture: a row for each prompt, a column for each step, clips by the frame in their middle.
+    """All samples as one picture: a row for each prompt, a column for each step.
+
+    Clips are shown by their first, middle and last frame; where there are many columns, by that in the middle.
 
     Args:
         folder: `samples`, with at least one sample.
@@ -69,8 +73,7 @@ def write_grid(folder: Path, prompts: Sequence[str]) -> None:
     cells = {}
     for step in steps:
         for index, file in samples[step].items():
-            cells[step, index] = middle_frame(file)
-            cells[step, index].thumbnail((_CELL, _CELL))
+            cells[step, index] = _cell(file, _FRAMES if len(steps) <= _STRIPS else 1)
     width, height = (max(getattr(cell, side) for cell in cells.values()) for side in ("width", "height"))
     font = ImageFont.load_default(_FONT)
     labels = ["\n".join(_wrapped(prompt)) for prompt in prompts]
@@ -90,6 +93,17 @@ def write_grid(folder: Path, prompts: Sequence[str]) -> None:
         draw.text((_GAP, _HEAD + row * index), text, "black", font)
     with atomic_file(folder / GRID) as temporary:
         grid.save(temporary, format="PNG")
+
+
+def _cell(file: Path, frames: int) -> Image.Image:
+    pictures = stills(file, frames)
+    side = _CELL if len(pictures) == 1 else _FRAME
+    pictures = [ImageOps.contain(picture, (side, side)) for picture in pictures]
+    width, height = pictures[0].size
+    cell = Image.new("RGB", (width * len(pictures), height))
+    for place, picture in enumerate(pictures):
+        cell.paste(picture, (width * place, 0))
+    return cell
 
 
 def _wrapped(prompt: str) -> list[str]:
