@@ -2,26 +2,36 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
+MODEL := runs/shapes
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo shapes test test-all lint bench clean
 
 demo: .venv/installed
 	rm -rf $(DEMO)
-	$(BIN)/flowshard tiny wan2.1-t2v-1.3b $(DEMO)/model
-	$(BIN)/flowshard train examples/wan_lora.yaml model.path=$(DEMO)/model output=$(DEMO)/run train.steps=20 \
-		'validation.prompts=["a fat grey rabbit yawns in the morning sun, animation"]' validation.every=10 \
-		validation.steps=4 validation.height=96 validation.width=160 validation.frames=5
-	$(BIN)/flowshard generate --model $(DEMO)/model --lora $(DEMO)/run --height 176 --width 320 --frames 25 --steps 8 \
-		--prompt "a fat grey rabbit yawns in the morning sun, animation" --output $(DEMO)/rabbit.mp4
+	$(BIN)/python examples/shapes/make_clips.py --shape star --clips 60 --output $(DEMO)/clips
+	$(BIN)/flowshard train examples/shapes/lora.yaml data.metadata=$(DEMO)/clips/metadata.csv output=$(DEMO)/run
+	$(BIN)/flowshard generate --model examples/shapes/model --lora $(DEMO)/run --height 64 --width 64 --frames 9 --fps 8 \
+		--steps 20 --guidance 2 --prompt "two white stars move right" --output $(DEMO)/stars.mp4
 	$(BIN)/flowshard report $(DEMO)/run
 	@echo
-	@echo "tiny random model   $(DEMO)/model"
+	@echo "before and after    $(DEMO)/run/samples/grid.png"
+	@echo "all as one page     $(DEMO)/run/report.html"
+	@echo "clips of stars      $(DEMO)/clips"
 	@echo "run and its config  $(DEMO)/run"
 	@echo "numbers of a step   $(DEMO)/run/metrics.jsonl"
-	@echo "samples of training $(DEMO)/run/samples/grid.png"
-	@echo "all as one page     $(DEMO)/run/report.html"
-	@echo "trained LoRA        $(DEMO)/run/checkpoints/step-00000020/lora.safetensors"
-	@echo "generated clip      $(DEMO)/rabbit.mp4 (noise: the model's weights are random)"
+	@echo "trained LoRA        $(DEMO)/run/checkpoints/step-00000120/lora.safetensors"
+	@echo "generated clip      $(DEMO)/stars.mp4"
+
+shapes: .venv/installed
+	rm -rf $(MODEL)
+	$(BIN)/python examples/shapes/make_clips.py --output $(MODEL)/clips
+	$(BIN)/python examples/shapes/train_vae.py --output $(MODEL)/first_vae
+	$(BIN)/python examples/shapes/train_vae.py --start $(MODEL)/first_vae --clips 1200 --output $(MODEL)/vae
+	$(BIN)/python examples/shapes/train_text.py --output $(MODEL)/text
+	$(BIN)/python examples/shapes/assemble.py --vae $(MODEL)/vae --text $(MODEL)/text --output $(MODEL)/untrained
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m flowshard train examples/shapes/base.yaml
+	$(BIN)/python examples/shapes/assemble.py --vae $(MODEL)/vae --text $(MODEL)/text \
+		--transformer $(MODEL)/base/checkpoints/step-00004800/ema/transformer --dtype float16 --output $(MODEL)/model
 
 test: .venv/installed
 	$(BIN)/pytest -m "not slow"
