@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 a fault, 2 the user's input is wrong."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     return exit_status(lambda: parsed.run(parsed))
 
 
@@ -196,6 +196,17 @@ def _width() -> int:
         return min(os.get_terminal_size().columns, 120)
     except OSError:
         return 100
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command. `a.b=value` may stand after its options as well, where argparse takes nothing more."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in parsed or any(one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
