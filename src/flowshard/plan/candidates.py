@@ -58,6 +58,8 @@ class Candidate:
         if isinstance(memory.activations, str):
             found.append(f"memory.activations={memory.activations}")
             found += ["memory.budget=null"] if memory.budget is not None else []  # which belongs to `auto`
+            overlapped = memory.offload_overlap and memory.activations != "offload"
+            found += ["memory.offload_overlap=false"] if overlapped else []
         return found
 
     @property

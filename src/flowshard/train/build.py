@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flowshard.config import ActivationPolicy, Config
-from flowshard.device import autocast
+from flowshard.device import CopyStream, autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
@@ -104,7 +104,14 @@ def build_on_meta(
     else:
         policies = block_policies(config.memory, len(blocks))
     compiled = compiling is not None and compiling.enabled
-    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
+    apply_activation_policies(
+        model,
+        blocks,
+        policies,
+        partitioned=inputs.layout.strategy == "zero3",
+        overlap=CopyStream(device) if config.memory.offload_overlap else None,
+        compiled=compiled,
+    )
     if compiling is not None and compiled:
         compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     values = lora.initial_values(model, kind=config.lora.init, seed=config.seed)
