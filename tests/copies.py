@@ -1,4 +1,4 @@
-"""A stand-in for the stream beside the computation, which does nothing until it is waited for."""
+"""Copies that are made at the last moment at which they have to be there, as a stand-in for a stream of a device."""
 
 import weakref
 from collections.abc import Iterable
@@ -9,29 +9,35 @@ import torch
 from flowshard.device import CopyStream
 
 
-class _Copy:
+class PendingCopy:
     """A copy that was started. Does not keep its tensors, as a device does not."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._tensors = [
-            (weakref.ref(one.untyped_storage()), one.dtype, one.storage_offset(), one.shape, one.stride())
-            for one in (target, source)
-        ]
-        target.fill_(float("nan"))
+        self._target, self._source = _Place(target), _Place(source)
+        if target.is_floating_point():
+            target.fill_(float("nan"))
 
     def run(self) -> None:
-        target, source = (self._tensor(*one) for one in self._tensors)
-        target.copy_(source)
+        """Make it."""
+        self._target.tensor().copy_(self._source.tensor())
 
-    @staticmethod
-    def _tensor(storage: Any, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> torch.Tensor:
-        assert storage() is not None, "memory was let go of before its copy was waited for"
-        with torch.no_grad():
-            return torch.empty(0, dtype=dtype).set_(storage(), offset, shape, stride)
+
+class _Place:
+    """Where a tensor is, as long as it is there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage: Any = weakref.ref(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._view = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        storage = self._storage()
+        assert storage is not None, "memory was let go of before its copy was waited for"
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
 
 
 class DeferredCopies(CopyStream):
-    """Makes copies in their order, at the last moment at which they have to be there."""
+    """Makes copies in their order, when they are waited for."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -39,10 +45,10 @@ class DeferredCopies(CopyStream):
         self.done = 0
         self.most = 0
         """Copies that were under way at one time."""
-        self._copies: list[_Copy] = []
+        self._copies: list[PendingCopy] = []
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        made = [_Copy(target, source) for target, source in pairs]
+        made = [PendingCopy(target, source) for target, source in pairs]
         self._copies += made
         self.started += len(made)
         self.most = max(self.most, len(self._copies))

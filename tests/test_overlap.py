@@ -119,7 +119,7 @@ def test_no_more_than_two_inputs_stay_on_the_device(inputs: RunInputs) -> None:
     """After the forward pass; each block of `recompute` keeps its own."""
     kept = {}
     for policy in ("recompute", "offload"):
-        policies: list[ActivationPolicy] = [policy] * BLOCKS  # type: ignore[list-item]
+        policies: list[ActivationPolicy] = [policy] * BLOCKS
         step = Step(inputs, policies, CopyStream(CPU))
         live = LiveBytes()
         apply_activation_policies(

@@ -298,6 +298,9 @@ class MemoryConfig(Section):
     offload_overlap: bool = False
     """With `offload`, copy beside the computation: out while the next block computes, back while the block after it does.
     For CUDA and NPU. Off by default, as it has not been run on hardware."""
+    parameters: Literal["device", "host"] = "device"
+    """Where the frozen weights of the blocks are, with LoRA on one device: `host` keeps them in host memory and has two
+    blocks on the device, the one that runs and the next. For CUDA and NPU; it has not been run on hardware."""
     budget: Annotated[str, BeforeValidator(_text_of_number)] | None = None
     """With `auto`, what a process may use: an amount such as `24GB` or `22.5GiB`, or a share of the device's memory such as
     `0.9`. Null is nine tenths of what is free on the device; on the CPU, of the machine's memory, divided among its

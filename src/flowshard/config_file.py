@@ -271,6 +271,7 @@ def check_conflicts(config: Config) -> None:
             "memory.budget=null"
         )
     _check_overlap(config.memory)
+    _check_parameters(config)
     _check_data(config.data, config.train.micro_batch)
     _check_preset(config.objective)
     train = config.train
@@ -310,6 +311,22 @@ def _check_overlap(memory: MemoryConfig) -> None:
         f"memory.offload_overlap: true, but memory.activations is {asked if isinstance(asked, str) else dict(asked)}, which "
         "offloads no block; set memory.activations=offload, or memory.offload_overlap=false"
     )
+
+
+def _check_parameters(config: Config) -> None:
+    """Refuse weights in host memory for what needs them on the device."""
+    if config.memory.parameters == "device":
+        return
+    if config.train.method == "full":
+        raise UserError(
+            "memory.parameters: host, but with train.method=full weights are trained, and those stay on the device; use "
+            "train.method=lora, or layout.strategy=fsdp2 with layout.offload_parameters=true"
+        )
+    if config.memory.compile is True:
+        raise UserError(
+            "memory.parameters: host, but memory.compile is true, and compiled blocks expect the same weights at every step; "
+            "set memory.compile=auto or false"
+        )
 
 
 def _check_preset(objective: ObjectiveConfig) -> None:

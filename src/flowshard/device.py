@@ -1,6 +1,7 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
 import functools
+import math
 import os
 import re
 import resource
@@ -70,6 +71,11 @@ def check_memory_options(device: torch.device, memory: MemoryConfig) -> None:
         raise UserError(
             "memory.offload_overlap: true, but the run is on the CPU, which has no other memory to copy to; set "
             "memory.offload_overlap=false, or device=cuda"
+        )
+    if device.type == "cpu" and memory.parameters == "host":
+        raise UserError(
+            "memory.parameters: host, but the run is on the CPU, whose memory is the host's; set memory.parameters=device, "
+            "or device=cuda"
         )
 
 
@@ -237,6 +243,34 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     torch keeps pinned memory for the next tensor, which gets it only when the copies that were started are done.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+
+
+class HostMemory:
+    """Host memory for many tensors that stay.
+
+    torch takes a power of two of bytes for each piece that it pins, which for large tensors can be nearly twice what they
+    need, so tensors share pieces.
+    """
+
+    def __init__(self, device: torch.device, piece: int = 2**30) -> None:
+        """For copies to `device`, in pieces of so many bytes."""
+        self._device, self._size = device, piece
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > self._piece.numel():
+            self._piece = host_tensor((max(size, self._size),), torch.uint8, self._device)
+            self._used = 0
+        part = self._piece[self._used : self._used + size]
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return part.view(dtype).view(tuple(shape))
+
+
+_ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin, as in the devices' own memory."""
 
 
 class CopyStream:

@@ -34,6 +34,7 @@ def engine_of(config: Config, layout: Layout) -> Engine:
         accumulation=layout.accumulation,
         offload_optimizer=config.layout.offload_optimizer,
         offload_parameters=config.layout.offload_parameters,
+        host_parameters=config.memory.parameters == "host",
         gather_bytes=2 if config.layout.gather_dtype == "bfloat16" else None,
         zero=zero,
     )

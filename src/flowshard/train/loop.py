@@ -69,7 +69,9 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     check_memory_options(device, config.memory)
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
-    compiling = choose_compile(config.memory.compile, layout, processes)
+    compiling = choose_compile(
+        config.memory.compile, layout, processes, host_parameters=config.memory.parameters == "host"
+    )
 
     digest = agreed_digest(inputs.data.training, processes)
     for line in inputs.data.training.notes:
