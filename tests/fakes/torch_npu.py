@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed
+from tests.copies import PendingCopy
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-from tests.copies import PendingCopy
 
 Tensor = torch.Tensor
 FORBIDDEN = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
