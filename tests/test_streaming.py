@@ -157,30 +157,32 @@ def test_two_blocks_are_on_the_device(inputs_of: Callable[..., RunInputs], polic
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_the_estimate(inputs_of: Callable[..., RunInputs], policy: str) -> None:
-    """Against the storages that are alive in a step, without those of the host's weights."""
-    inputs = inputs_of(HOST, "model.dtype=bfloat16", "lora.rank=8", f"memory.activations={policy}")
-    step = Step(inputs, batch(16))
-    model = step.filled.model
-    estimate = PlannedModel(inputs, build_on_meta(inputs).model, step.tensors, accelerator=False).estimate(
-        inputs.layout
-    )
-    hosted = hosted_parameters(model, step.filled.build.blocks)
-    sizes = [sum(one.nbytes for one in parameters.values()) for parameters in hosted]
-    everything = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-    assert estimate.host == sum(sizes)
-    assert estimate.parameters == everything - sum(sizes) + 2 * sizes[0]
-
-    storages = Storages()
-    on_host = {id(one) for parameters in hosted for one in parameters.values()}
-    there = [one for one in [*model.parameters(), *model.buffers(), *step.tensors.values()] if id(one) not in on_host]
-    for tensor in there:
-        storages.know(tensor)
-    with storages:
-        for _ in range(2):
-            storages.peak = 0
-            step.filled.strategy.backward(step.forward())
-            step.filled.strategy.step(1.0)
-    assert estimate.peak == pytest.approx(storages.peak, rel=0.02)
+    """Against the storages that are alive in a step: what is saved of the peak, and the peak itself."""
+    found, measured, sizes = [], [], [0]
+    for place in ("device", "host"):
+        options = ("model.dtype=bfloat16", "lora.rank=8", f"memory.activations={policy}")
+        inputs = inputs_of(f"memory.parameters={place}", *options)
+        step = Step(inputs, batch(16))
+        model = step.filled.model
+        planned = PlannedModel(inputs, build_on_meta(inputs).model, step.tensors, accelerator=False)
+        found.append(planned.estimate(inputs.layout))
+        hosted = hosted_parameters(model, step.filled.build.blocks)
+        sizes = [sum(one.nbytes for one in parameters.values()) for parameters in hosted]
+        away = {id(one) for parameters in hosted for one in parameters.values() if place == "host"}
+        storages = Storages()
+        for tensor in [*model.parameters(), *model.buffers(), *step.tensors.values()]:
+            if id(tensor) not in away:
+                storages.know(tensor)
+        with storages:
+            for _ in range(2):
+                storages.peak = 0
+                step.filled.strategy.backward(step.forward())
+                step.filled.strategy.step(1.0)
+        measured.append(storages.peak)
+    assert found[1].host == sum(sizes) and not found[0].host
+    assert found[0].parameters - found[1].parameters == sum(sizes) - 2 * sizes[0]
+    assert found[0].peak - found[1].peak == pytest.approx(measured[0] - measured[1], rel=0.02)
+    assert found[1].peak == pytest.approx(measured[1], rel=0.05)
 
 
 def test_weights_share_pieces_of_host_memory() -> None:
