@@ -23,6 +23,8 @@ class Size:
     """Elements that are trained."""
     largest: int = 0
     """Elements of the largest trained parameter."""
+    frozen: int = 0
+    """Bytes of parameters that are not trained."""
     small: int = 0
     """Bytes of parameters of at most `SMALL` elements."""
 
@@ -32,6 +34,7 @@ class Size:
             self.elements + other.elements,
             self.trained + other.trained,
             max(self.largest, other.largest),
+            self.frozen + other.frozen,
             self.small + other.small,
         )
 
@@ -49,6 +52,17 @@ class ModelSize:
     def whole(self) -> Size:
         """Of all of it."""
         return sum(self.blocks, self.rest)
+
+    @property
+    def hosted(self) -> int:
+        """Bytes of what `memory.parameters: host` keeps in host memory."""
+        return sum(block.frozen for block in self.blocks)
+
+    @property
+    def two_blocks(self) -> int:
+        """The most bytes of these that are on the device at one time: of two blocks next to one another."""
+        frozen = [block.frozen for block in self.blocks]
+        return max((sum(frozen[place : place + 2]) for place in range(len(frozen))), default=0)
 
 
 def model_size(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> ModelSize:
@@ -79,5 +93,6 @@ def _size(tensors: Sequence[torch.Tensor]) -> Size:
         elements=sum(tensor.numel() for tensor in parameters),
         trained=sum(trained),
         largest=max(trained, default=0),
+        frozen=sum(one.numel() * one.element_size() for one in parameters if not one.requires_grad),
         small=sum(one.numel() * one.element_size() for one in parameters if one.numel() <= SMALL),
     )

@@ -268,6 +268,14 @@ def _check_engine_options(config: Config, strategy: str) -> None:
     ):
         if asked and strategy not in strategies:
             raise UserError(f"layout.{option}: needs the strategy {' or '.join(strategies)}, not {strategy!r}")
+    if config.memory.parameters == "host" and strategy != "single":
+        reason = {"ddp": "DistributedDataParallel takes a model on one kind of memory"}.get(
+            strategy, f"{strategy} holds and gathers the parameters itself"
+        )
+        raise UserError(
+            f"memory.parameters: host is for one process, and {reason}; set memory.parameters=device, for several processes "
+            "layout.strategy=fsdp2 with layout.offload_parameters=true"
+        )
     if layout.gather_dtype == "bfloat16" and config.model.dtype != "bfloat16":
         raise UserError(f"layout.gather_dtype: 'bfloat16' needs model.dtype=bfloat16, not {config.model.dtype!r}")
 

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 
 from flowshard.config import ActivationPolicy, Config
-from flowshard.device import autocast
+from flowshard.device import CopyStream, autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.memory.compiled import CompileChoice, compile_blocks
 from flowshard.memory.flops import CPU
+from flowshard.memory.streaming import stream_blocks
 from flowshard.objective.flow import add_noise, sample_losses
 from flowshard.parallel.layout import Layout
 from flowshard.parallel.plan import apply_plans
@@ -77,10 +78,10 @@ def build_on_meta(
     compiling: CompileChoice | None = None,
     choose: PolicyChoice | None = None,
 ) -> Build:
-    """The transformer with adapters, sequence plan, activation policies and compiled blocks; no weight has been read.
+    """The transformer with adapters, sequence plan, activation policies, streamed or compiled blocks; no weight has been read.
 
     Order: build, the user's extension, adapters, what is trained, types, what the device needs, sequence plan, activation
-    policies, which may be chosen here, compiled blocks.
+    policies, which may be chosen here, parameters in host memory, compiled blocks.
 
     Args:
         inputs: checked.
@@ -104,7 +105,16 @@ def build_on_meta(
     else:
         policies = block_policies(config.memory, len(blocks))
     compiled = compiling is not None and compiling.enabled
-    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
+    apply_activation_policies(
+        model,
+        blocks,
+        policies,
+        partitioned=inputs.layout.strategy == "zero3",
+        overlap=CopyStream(device) if config.memory.offload_overlap else None,
+        compiled=compiled,
+    )
+    if config.memory.parameters == "host":
+        stream_blocks(model, blocks, policies, device=device, copies=CopyStream(device))
     if compiling is not None and compiled:
         compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     values = lora.initial_values(model, kind=config.lora.init, seed=config.seed)

@@ -115,7 +115,8 @@ def check_memory(
     model.expect((one.layout.ulysses, one.layout.ring) for one in found)
     choices = []
     for one in sorted(found, key=lambda one: one.complexity):
-        if on_cpu and (one.config.layout.offload_optimizer or one.config.layout.offload_parameters):
+        options = one.config.layout
+        if on_cpu and (options.offload_optimizer or options.offload_parameters or one.host_parameters):
             continue  # to the same memory
         if model.estimate(one.layout, config=one.config, policies=one.policies).peak <= usable:
             choices.append(" ".join(one.options))
