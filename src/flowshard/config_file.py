@@ -282,6 +282,11 @@ def check_conflicts(config: Config) -> None:
             f"validation.every: {validation.every}, but there is nothing to validate with; set validation.fraction or "
             "validation.metadata for the loss on held-out samples, validation.prompts for samples, or validation.every=0"
         )
+    if train.method == "full" and config.model.frozen_dtype is not None:
+        raise UserError(
+            f"model.frozen_dtype: {config.model.frozen_dtype!r} is for weights that are not trained; use train.method=lora, or "
+            "model.frozen_dtype=null"
+        )
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:
             raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")
