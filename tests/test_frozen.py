@@ -197,7 +197,7 @@ def test_a_model_computes_with_what_is_left_of_its_weights_under_every_policy(
     [
         ("bfloat16", "recompute", "int8"),
         pytest.param("bfloat16", "keep", "nf4", marks=NEEDS_LIBRARY),
-        pytest.param("float32", "selective", "float8", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "selective", "float8", marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_knows_what_they_take(
