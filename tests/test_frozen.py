@@ -16,6 +16,9 @@ from flowshard.device import check_frozen_dtype
 from flowshard.errors import UserError
 from flowshard.memory.compiled import CompileChoice
 from flowshard.memory.estimate import Engine, estimate_memory
+from flowshard.memory.flops import count_flops
+from flowshard.memory.sizes import model_size
+from flowshard.parallel.strategies import LossScale, Single
 from flowshard.parity.command import parity
 from flowshard.plan.model import PlannedModel
 from flowshard.train import inputs as train_inputs
@@ -26,6 +29,7 @@ from flowshard.weights import frozen
 from flowshard.weights.frozen import FrozenLinear, dequantised, frozen_layers, quantised
 from flowshard.weights.lora import base_name
 from tests import runs
+from tests.test_estimate import batch
 from tests.test_family_layouts import OWN, PICTURE
 from tests.test_layouts_agree import options
 from tests.workers.memory import Storages
@@ -143,11 +147,9 @@ def _start(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
 
 
-def _gradients(
-    model: torch.nn.Module, inputs: RunInputs, batch: Tensors, dtype: torch.dtype = torch.float32
-) -> tuple[float, Tensors]:
+def _gradients(model: torch.nn.Module, inputs: RunInputs, samples: Tensors) -> tuple[float, Tensors]:
     model.zero_grad()
-    loss = loss_function(inputs.family, dtype=dtype, device=CPU)(model, batch)
+    loss = loss_function(inputs.family, dtype=torch.float32, device=CPU)(model, samples)
     loss.backward()
     return float(loss), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
@@ -165,10 +167,10 @@ def test_a_model_computes_with_what_is_left_of_its_weights_under_every_policy(
     """Against the same model whose weights were replaced by hand."""
     given = (tiny_models(variant), variant, clips)
     plain = _inputs(*given, tmp_path / "plain")
-    batch = next(runs.batches(plain).micro_batches(0)).tensors()
+    samples = next(runs.batches(plain).micro_batches(0)).tensors()
     expected = runs.fill_model(plain).model
     _start(expected)
-    whole, _ = _gradients(expected, plain, batch)
+    whole, _ = _gradients(expected, plain, samples)
     blocks = {id(module) for block in plain.family.blocks(expected) for module in block.modules()}
     changed = {}
     for name, module in expected.named_modules():
@@ -176,7 +178,7 @@ def test_a_model_computes_with_what_is_left_of_its_weights_under_every_policy(
             changed[base_name(f"{name}.weight")] = held_as
             left = _by_hand(module.weight.detach(), held_as)
             module.weight = torch.nn.Parameter(left.float(), requires_grad=False)
-    loss, gradients = _gradients(expected, plain, batch)
+    loss, gradients = _gradients(expected, plain, samples)
     assert 1e-7 < abs(loss / whole - 1) < 0.1
     for policy in ("keep", "selective", "recompute", "offload"):
         own = (f"model.frozen_dtype={held_as}", f"memory.activations={policy}")
@@ -186,7 +188,7 @@ def test_a_model_computes_with_what_is_left_of_its_weights_under_every_policy(
         assert f"held as {held_as}  " in filled.report.table()
         assert not any(name in changed for name, _ in filled.model.named_parameters())
         _start(filled.model)
-        found, ours = _gradients(filled.model, inputs, batch)
+        found, ours = _gradients(filled.model, inputs, samples)
         assert found == pytest.approx(loss, rel=1e-6)
         assert ours.keys() == gradients.keys()
         assert runs.distance(ours, gradients) < 1e-5
@@ -205,11 +207,8 @@ def test_the_plan_knows_what_they_take(
 ) -> None:
     own = (f"model.dtype={dtype}", f"memory.activations={policy}", f"model.frozen_dtype={held_as}", "lora.rank=8")
     inputs = _inputs(tiny, "wan2.1-t2v-1.3b", clips, tmp_path / "run", *own)
-    shape = (2, 16, 2, 16, 16)
-    batch = {name: torch.randn(shape) for name in ("latents", "noise")}
-    batch |= {"sigma": torch.tensor([0.2, 0.8]), "weight": torch.ones(2), "prompt_embeds": torch.randn(2, 512, 64)}
-    meta = build_on_meta(inputs).model
-    model = PlannedModel(inputs, meta, batch, accelerator=False)
+    tensors = batch(16)
+    model = PlannedModel(inputs, build_on_meta(inputs).model, tensors, accelerator=False)
     timeline = model.timeline(ulysses=1, ring=1, policies=model.policies())
     estimate = estimate_memory(timeline, model.size, Engine("single"), model.optimizer)
 
@@ -225,8 +224,10 @@ def test_the_plan_knows_what_they_take(
             return torch.nn.functional.linear(given, weight, bias)
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-            return gradient @ dequantised(*ctx.saved_tensors, *ctx.form, gradient.dtype), *[None] * 5
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            codes, scales = ctx.saved_tensors
+            held_as, shape = ctx.form
+            return gradient @ dequantised(codes, scales, held_as, shape, gradient.dtype), *[None] * 5
 
     monkeypatch.setattr(frozen, "_linear", Plain.apply)
     filled = runs.fill_model(inputs)
@@ -237,30 +238,44 @@ def test_the_plan_knows_what_they_take(
     assert sum(layer.codes.nbytes + layer.scales.nbytes for layer in held.values()) == by_hand
     everything = [*filled.model.parameters(), *filled.model.buffers()]
     assert estimate.parameters == sum(tensor.nbytes for tensor in everything)
-    stock = build_on_meta(_inputs(tiny, "wan2.1-t2v-1.3b", clips, tmp_path / "stock", "lora.rank=8")).model
-    assert model.size.whole.elements == sum(parameter.numel() for parameter in stock.parameters())
 
     loss_of = loss_function(inputs.family, dtype=getattr(torch, dtype), device=CPU)
     trained = [parameter for parameter in filled.model.parameters() if parameter.requires_grad]
     optimizer = optimizer_factory(inputs.config)([{"params": trained}])
     storages = Storages()
-    for tensor in (*everything, *batch.values()):
+    for tensor in (*everything, *tensors.values()):
         storages.know(tensor)
     with storages:
         for _ in range(2):
             storages.peak = 0
-            loss_of(filled.model, batch).backward()
+            loss_of(filled.model, tensors).backward()
             optimizer.step()
             optimizer.zero_grad()
     mapped = sum(one.nbytes for one in everything if one.untyped_storage().filename is not None)
     assert estimate.peak == pytest.approx(storages.peak + mapped, rel=0.02)
 
 
+def test_parameters_and_operations_are_counted_as_ever(tiny: Path, clips: Path, tmp_path: Path) -> None:
+    sizes, operations = [], []
+    for held_as in ("null", "float8"):
+        inputs = _inputs(tiny, "wan2.1-t2v-1.3b", clips, tmp_path / held_as, f"model.frozen_dtype={held_as}")
+        meta = build_on_meta(inputs).model
+        sizes.append(model_size(meta, inputs.family.blocks(meta)).whole.elements)
+        loss_of = loss_function(inputs.family, dtype=torch.float32, device=CPU)
+        operations.append(count_flops(meta, loss_of, batch()))
+        timeline = PlannedModel(inputs, meta, batch(), accelerator=False).timeline(
+            ulysses=1, ring=1, policies=["keep"] * 3
+        )
+        operations.append(timeline.flops)
+    assert sizes[0] == sizes[1]
+    assert operations == [operations[0]] * 4
+
+
 def test_a_model_is_loaded_layer_by_layer(tiny: Path, clips: Path, tmp_path: Path) -> None:
     """At no time there is more than what stays and one layer; the file, which is mapped, apart."""
     inputs = _inputs(tiny, "wan2.1-t2v-1.3b", clips, tmp_path / "run", "model.frozen_dtype=int8")
     build = build_on_meta(inputs)
-    strategy = runs.Single(CPU, clip_norm=None, loss_scale=runs.LossScale(dynamic=False))
+    strategy = Single(CPU, clip_norm=None, loss_scale=LossScale(dynamic=False))
     storages = Storages()
     with storages:
         fill(build, inputs, strategy)
@@ -338,13 +353,13 @@ def test_all_layouts_agree_in_every_form(tiny_models: TinyModels, variant: str, 
 def test_compiled_blocks_compute_the_same(tiny: Path, clips: Path, tmp_path: Path, held_as: str, policy: str) -> None:
     own = (f"model.frozen_dtype={held_as}", f"memory.activations={policy}")
     inputs = _inputs(tiny, "wan2.1-t2v-1.3b", clips, tmp_path / "run", *own)
-    batch = next(runs.batches(inputs).micro_batches(0)).tensors()
+    samples = next(runs.batches(inputs).micro_batches(0)).tensors()
     gradients: list[Mapping[str, torch.Tensor]] = []
     losses = []
     for compiling in (None, CompileChoice(True, "a test")):
         model = runs.fill_model(inputs, compiling).model
         _start(model)
-        loss, found = _gradients(model, inputs, batch)
+        loss, found = _gradients(model, inputs, samples)
         losses.append(loss)
         gradients.append(found)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
