@@ -205,6 +205,10 @@ def test_weights_share_pieces_of_host_memory() -> None:
     [
         (("train.method=full",), r"memory.parameters: host, but with train.method=full .*; use train.method=lora"),
         (("memory.compile=true",), r"memory.parameters: host, but memory.compile is true, .*; set memory.compile=auto"),
+        (
+            ("model.frozen_dtype=int8",),
+            r"memory.parameters: host, but with model.frozen_dtype=int8 .*; set one of the two",
+        ),
         (("layout.strategy=zero2",), r"memory.parameters: host is for one process, and zero2 holds .* set memory.para"),
         (
             ("layout.strategy=fsdp2",),

@@ -65,9 +65,11 @@ def _train(parsed: argparse.Namespace) -> None:
     inputs = check_inputs(load_config(parsed.config, parsed.overrides))
 
     from flowshard.libraries import quiet_libraries
-    from flowshard.train.loop import run_training
 
     quiet_libraries()
+
+    from flowshard.train.loop import run_training
+
     run_training(inputs)
 
 
@@ -107,10 +109,12 @@ def _plan(parsed: argparse.Namespace) -> None:
     question = check_plan(PlanOptions(**{name: getattr(parsed, name) for name in fields}))
 
     from flowshard.libraries import quiet_libraries
+
+    quiet_libraries()
+
     from flowshard.plan.command import make_plan
     from flowshard.plan.table import as_json, as_text
 
-    quiet_libraries()
     plan = make_plan(question)
     sys.stdout.write(json.dumps(as_json(plan), indent=2) if parsed.json else as_text(plan))
     sys.stdout.write("\n")

@@ -26,6 +26,7 @@ PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
 ActivationPolicy = Literal["keep", "selective", "recompute", "offload"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+FrozenDtype = Literal["float8", "int8", "nf4"]
 
 
 def _off(value: Any) -> Any:
@@ -67,6 +68,11 @@ class ModelConfig(Section):
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of autocast. Trainable weights are float32 and are the masters. `float16`, for
     CUDA and NPU, scales the loss and leaves out updates whose gradient overflows."""
+    frozen_dtype: FrozenDtype | None = None
+    """With `train.method=lora`: hold the weights of the linear layers in the blocks that are not trained in fewer bits, from
+    which each layer makes weights of `dtype` while it computes. `float8` and `int8` take half the memory of bfloat16, `nf4` a
+    quarter and needs bitsandbytes. It changes the numbers. For the strategies that do not divide weights; null holds them in
+    `dtype`."""
 
 
 class SourceConfig(Section):

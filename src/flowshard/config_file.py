@@ -292,6 +292,11 @@ def check_conflicts(config: Config) -> None:
             f"validation.every: {validation.every}, but there is nothing to validate with; set validation.fraction or "
             "validation.metadata for the loss on held-out samples, validation.prompts for samples, or validation.every=0"
         )
+    if train.method == "full" and config.model.frozen_dtype is not None:
+        raise UserError(
+            f"model.frozen_dtype: {config.model.frozen_dtype!r} is for weights that are not trained; use train.method=lora, or "
+            "model.frozen_dtype=null"
+        )
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:
             raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")
@@ -326,6 +331,11 @@ def _check_parameters(config: Config) -> None:
         raise UserError(
             "memory.parameters: host, but memory.compile is true, and compiled blocks expect the same weights at every step; "
             "set memory.compile=auto or false"
+        )
+    if config.model.frozen_dtype is not None:
+        raise UserError(
+            f"memory.parameters: host, but with model.frozen_dtype={config.model.frozen_dtype} frozen weights are no parameters "
+            "that could be streamed; set one of the two to its default"
         )
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flowshard.weights.frozen import frozen_elements
+
 MASTER = 4
 """Bytes of an element of a trained parameter, of its gradient and of each tensor that its optimizer keeps."""
 SMALL = 100_000
@@ -18,7 +20,7 @@ class Size:
 
     bytes: int = 0
     elements: int = 0
-    """Of parameters alone."""
+    """Of parameters alone, with weights that are held in fewer bits."""
     trained: int = 0
     """Elements that are trained."""
     largest: int = 0
@@ -77,7 +79,7 @@ def model_size(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> Mod
     for block in blocks:
         tensors = _tensors(block)
         inside.update(map(id, tensors))
-        sizes.append(_size(tensors))
+        sizes.append(_size(tensors, frozen_elements(block)))
     return ModelSize(tuple(sizes), _size([tensor for tensor in _tensors(model) if id(tensor) not in inside]))
 
 
@@ -85,12 +87,12 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _size(tensors: Sequence[torch.Tensor]) -> Size:
+def _size(tensors: Sequence[torch.Tensor], more: int = 0) -> Size:
     parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
     trained = [tensor.numel() for tensor in parameters if tensor.requires_grad]
     return Size(
         bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        elements=sum(tensor.numel() for tensor in parameters),
+        elements=sum(tensor.numel() for tensor in parameters) + more,
         trained=sum(trained),
         largest=max(trained, default=0),
         frozen=sum(one.numel() * one.element_size() for one in parameters if not one.requires_grad),

@@ -149,7 +149,8 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
 
 def _bases(config: Config, strategy: str) -> list[Config]:
     """The config with each place that the weights can have."""
-    hosts = strategy == "single" and config.train.method == "lora" and config.memory.compile is not True
+    streams = config.memory.compile is not True and config.model.frozen_dtype is None
+    hosts = strategy == "single" and config.train.method == "lora" and streams
     places = ["device", "host"] if hosts else ["device"]
     return [
         config.model_copy(update={"memory": config.memory.model_copy(update={"parameters": place})}) for place in places

@@ -26,6 +26,7 @@ from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
 from flowshard.weights.extend import Extension, extend_model
+from flowshard.weights.frozen import hold_frozen
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
 from flowshard.weights.lora_files import LoraFile, load_factors
 from flowshard.weights.precision import compute_in_float32
@@ -159,6 +160,8 @@ def typed_model(inputs: ModelInputs, few: int | None = None) -> tuple[Any, Exten
             parameter.requires_grad_(True)
     dtype = getattr(torch, config.model.dtype)
     declare_types(model, dtype)
+    if config.model.frozen_dtype is not None:
+        hold_frozen(model, family.blocks(model), config.model.frozen_dtype)
     if dtype != torch.float32:
         compute_in_float32(model)
     return model, extension
