@@ -30,16 +30,25 @@ def python(
     more: Mapping[str, str] | None = None,
     timeout: float | None = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments in a folder and wait for it."""
-    return subprocess.run(
+    """Run Python with these arguments in a folder and wait for it; a timeout ends what it started as well."""
+    with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
         env=environment(**(more or {})),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=timeout,
-    )
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=timeout)
+        except BaseException:  # an interrupted test leaves nothing behind either
+            process.terminate()  # on which torchrun ends its workers, which are in sessions of their own
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
 def torchrun(

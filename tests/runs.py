@@ -65,7 +65,12 @@ def fill_model(inputs: RunInputs, compiling: CompileChoice | None = None) -> Fil
     """What `train` does up to the first step, on one process."""
     build = build_on_meta(inputs, compiling=compiling)
     writer = WeightsWriter(build.model, inputs.config)
-    strategy = Single(torch.device("cpu"), clip_norm=inputs.config.train.clip_norm, loss_scale=LossScale(dynamic=False))
+    strategy = Single(
+        torch.device("cpu"),
+        clip_norm=inputs.config.train.clip_norm,
+        loss_scale=LossScale(dynamic=False),
+        host_parameters=inputs.config.memory.parameters == "host",
+    )
     report = fill(build, inputs, strategy)
     strategy.start(build.model, build.settings, optimizer_factory(inputs.config))
     return Filled(build, report, strategy, writer)

@@ -279,8 +279,17 @@ def test_output_without_permission_is_refused(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["train"], ["generate"], ["generate", "--frames", "many"], ["train", "a.yaml", "--steps=3"]],
-    ids=["nothing", "command", "train", "generate", "number", "flag"],
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["generate"],
+        ["generate", "--frames", "many"],
+        ["train", "a.yaml", "--steps=3"],
+        ["plan", "a.yaml", "--devices", "8", "--steps=3", "data.frames=5"],
+        ["tiny", "wan2.1-t2v-1.3b", "models/tiny", "data.frames=5"],
+    ],
+    ids=["nothing", "command", "train", "generate", "number", "flag", "flag between", "no override"],
 )
 def test_unknown_command_line_ends_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:

@@ -141,6 +141,8 @@ def test_auto_compiles_where_it_pays_and_works_and_says_why_not(
     here, cuda = Processes(layout, "cpu", timeout_minutes=1), Elsewhere(layout, "cuda")
     assert "memory.compile=true does it all the same" in choose_compile("auto", layout, here).reason
     assert not choose_compile(False, layout, here).enabled
+    hosted = choose_compile("auto", layout, cuda, host_parameters=True)
+    assert not hosted.enabled and "memory.parameters=host" in hosted.reason
     monkeypatch.setattr(compiled, "_failure", lambda _: None)
     assert choose_compile("auto", layout, cuda) == CompileChoice(True, "auto on cuda", fall_back=True)
     assert choose_compile(True, layout, here) == CompileChoice(True, "memory.compile=true")

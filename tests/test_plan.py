@@ -191,6 +191,7 @@ def test_degrees_between_others_are_as_if_measured(tmp_path: Path) -> None:
         (["--devices", "8", "--text-tokens", "77"], "--text-tokens: wan pads every prompt to 512 tokens"),
         (["--devices", "8", "--references", "1"], "--references: 1, but wan takes no reference pictures"),
         (["data.frames=80", "--devices", "8"], "data.frames: 80 is not 4k+1"),
+        (["--devices", "8", "data.frames=80", "--nodes", "1"], "data.frames: 80 is not 4k+1"),
         (
             ["model.variant=null", "--devices", "8"],
             "model.variant: nowhere is not here to be recognised; set model.variant",

@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 done, 1 a fault, 2 the user's input is wrong."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     return exit_status(lambda: parsed.run(parsed))
 
 
@@ -65,9 +65,11 @@ def _train(parsed: argparse.Namespace) -> None:
     inputs = check_inputs(load_config(parsed.config, parsed.overrides))
 
     from flowshard.libraries import quiet_libraries
-    from flowshard.train.loop import run_training
 
     quiet_libraries()
+
+    from flowshard.train.loop import run_training
+
     run_training(inputs)
 
 
@@ -107,10 +109,12 @@ def _plan(parsed: argparse.Namespace) -> None:
     question = check_plan(PlanOptions(**{name: getattr(parsed, name) for name in fields}))
 
     from flowshard.libraries import quiet_libraries
+
+    quiet_libraries()
+
     from flowshard.plan.command import make_plan
     from flowshard.plan.table import as_json, as_text
 
-    quiet_libraries()
     plan = make_plan(question)
     sys.stdout.write(json.dumps(as_json(plan), indent=2) if parsed.json else as_text(plan))
     sys.stdout.write("\n")
@@ -196,6 +200,17 @@ def _width() -> int:
         return min(os.get_terminal_size().columns, 120)
     except OSError:
         return 100
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command. `a.b=value` may stand after its options as well, where argparse takes nothing more."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in parsed or any(one.startswith("-") for one in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ PositiveFloat = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
 ActivationPolicy = Literal["keep", "selective", "recompute", "offload"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+FrozenDtype = Literal["float8", "int8", "nf4"]
 
 
 def _off(value: Any) -> Any:
@@ -67,6 +68,11 @@ class ModelConfig(Section):
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of autocast. Trainable weights are float32 and are the masters. `float16`, for
     CUDA and NPU, scales the loss and leaves out updates whose gradient overflows."""
+    frozen_dtype: FrozenDtype | None = None
+    """With `train.method=lora`: hold the weights of the linear layers in the blocks that are not trained in fewer bits, from
+    which each layer makes weights of `dtype` while it computes. `float8` and `int8` take half the memory of bfloat16, `nf4` a
+    quarter and needs bitsandbytes. It changes the numbers. For the strategies that do not divide weights; null holds them in
+    `dtype`."""
 
 
 class SourceConfig(Section):
@@ -288,13 +294,19 @@ def _text_of_number(value: Any) -> Any:
 
 
 class MemoryConfig(Section):
-    """What is kept for the backward pass."""
+    """What is kept for the backward pass, and where."""
 
     activations: ActivationPolicy | Literal["auto"] | dict[ActivationPolicy, PositiveInt] = "keep"
     """What happens to the activations of a block between forward and backward: `keep` all; `selective` keeps the
     attention outputs and recomputes the rest; `recompute` keeps the block's input; `offload` keeps that in host memory.
     Or blocks by policy, as in `{recompute: 20, offload: 10}`: the first 20, the next 10, and the rest are kept. `auto`
     measures blocks and takes the fastest mix that fits in `budget`."""
+    offload_overlap: bool = False
+    """With `offload`, copy beside the computation: out while the next block computes, back while the block after it does.
+    For CUDA and NPU. Off by default, as it has not been run on hardware."""
+    parameters: Literal["device", "host"] = "device"
+    """Where the frozen weights of the blocks are, with LoRA on one device: `host` keeps them in host memory and has two
+    blocks on the device, the one that runs and the next. For CUDA and NPU; it has not been run on hardware."""
     budget: Annotated[str, BeforeValidator(_text_of_number)] | None = None
     """With `auto`, what a process may use: an amount such as `24GB` or `22.5GiB`, or a share of the device's memory such as
     `0.9`. Null is nine tenths of what is free on the device; on the CPU, of the machine's memory, divided among its

@@ -13,7 +13,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flowshard.config import Config, DataConfig, GroupConfig, ObjectiveConfig, PromptConfig, SourceConfig
+from flowshard.config import (
+    Config,
+    DataConfig,
+    GroupConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    PromptConfig,
+    SourceConfig,
+)
 from flowshard.errors import UserError
 from flowshard.objective.presets import PLACES
 
@@ -262,6 +270,8 @@ def check_conflicts(config: Config) -> None:
             f"memory.budget: {config.memory.budget}, but only memory.activations=auto plans with it; set that, or "
             "memory.budget=null"
         )
+    _check_overlap(config.memory)
+    _check_parameters(config)
     _check_data(config.data, config.train.micro_batch)
     _check_preset(config.objective)
     train = config.train
@@ -282,9 +292,51 @@ def check_conflicts(config: Config) -> None:
             f"validation.every: {validation.every}, but there is nothing to validate with; set validation.fraction or "
             "validation.metadata for the loss on held-out samples, validation.prompts for samples, or validation.every=0"
         )
+    if train.method == "full" and config.model.frozen_dtype is not None:
+        raise UserError(
+            f"model.frozen_dtype: {config.model.frozen_dtype!r} is for weights that are not trained; use train.method=lora, or "
+            "model.frozen_dtype=null"
+        )
     for option, given in (("lora.targets", config.lora.targets), ("lora.init_from", config.lora.init_from)):
         if train.method == "full" and given is not None:
             raise UserError(f"{option} has no effect with train.method=full; use train.modules or train.method=lora")
+
+
+def _check_overlap(memory: MemoryConfig) -> None:
+    """Refuse overlapping copies where no block makes any."""
+    asked = memory.activations
+    if not memory.offload_overlap or asked == "offload" or (isinstance(asked, dict) and "offload" in asked):
+        return
+    if asked == "auto":
+        raise UserError(
+            "memory.offload_overlap: true, but memory.activations=auto measures one block at a time, where nothing overlaps; "
+            "set memory.activations=offload, or blocks by policy, or memory.offload_overlap=false"
+        )
+    raise UserError(
+        f"memory.offload_overlap: true, but memory.activations is {asked if isinstance(asked, str) else dict(asked)}, which "
+        "offloads no block; set memory.activations=offload, or memory.offload_overlap=false"
+    )
+
+
+def _check_parameters(config: Config) -> None:
+    """Refuse weights in host memory for what needs them on the device."""
+    if config.memory.parameters == "device":
+        return
+    if config.train.method == "full":
+        raise UserError(
+            "memory.parameters: host, but with train.method=full weights are trained, and those stay on the device; use "
+            "train.method=lora, or layout.strategy=fsdp2 with layout.offload_parameters=true"
+        )
+    if config.memory.compile is True:
+        raise UserError(
+            "memory.parameters: host, but memory.compile is true, and compiled blocks expect the same weights at every step; "
+            "set memory.compile=auto or false"
+        )
+    if config.model.frozen_dtype is not None:
+        raise UserError(
+            f"memory.parameters: host, but with model.frozen_dtype={config.model.frozen_dtype} frozen weights are no parameters "
+            "that could be streamed; set one of the two to its default"
+        )
 
 
 def _check_preset(objective: ObjectiveConfig) -> None:

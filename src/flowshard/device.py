@@ -1,11 +1,13 @@
 """All that depends on the kind of device: CPU, CUDA or Ascend NPU. Everything else asks here."""
 
 import functools
+import math
 import os
 import re
 import resource
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flowshard.config import MemoryConfig
 from flowshard.errors import UserError
 
 _KINDS = ("cuda", "npu", "cpu")
@@ -56,6 +59,35 @@ def check_dtype(device: torch.device, dtype: str) -> None:
     """
     if dtype == "float16" and device.type == "cpu":
         raise UserError("model.dtype: 'float16' is not trained on the CPU; use bfloat16 or float32, or device=cuda")
+
+
+def check_memory_options(device: torch.device, memory: MemoryConfig) -> None:
+    """Refuse options that say what is kept in host memory where that is the device's.
+
+    Raises:
+        UserError: the device is the CPU.
+    """
+    if device.type == "cpu" and memory.offload_overlap:
+        raise UserError(
+            "memory.offload_overlap: true, but the run is on the CPU, which has no other memory to copy to; set "
+            "memory.offload_overlap=false, or device=cuda"
+        )
+    if device.type == "cpu" and memory.parameters == "host":
+        raise UserError(
+            "memory.parameters: host, but the run is on the CPU, whose memory is the host's; set memory.parameters=device, "
+            "or device=cuda"
+        )
+
+
+def check_frozen_dtype(device: torch.device, held_as: str | None) -> None:
+    """Refuse a `model.frozen_dtype` that there is nothing for on the device.
+
+    Raises:
+        UserError: nf4 or float8 on an NPU.
+    """
+    if device.type == "npu" and held_as in ("nf4", "float8"):
+        why = "bitsandbytes does not support them" if held_as == "nf4" else "the 910 series has no such type"
+        raise UserError(f"model.frozen_dtype: {held_as!r} is not for NPUs, as {why}; use int8 or null")
 
 
 def _count(kind: str) -> int:
@@ -214,6 +246,73 @@ def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has done what it was given; the CPU always has."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor in host memory for copies to and from a device: pinned, so that these need not be waited for.
+
+    torch keeps pinned memory for the next tensor, which gets it only when the copies that were started are done.
+    """
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+
+
+class HostMemory:
+    """Host memory for many tensors that stay.
+
+    torch takes a power of two of bytes for each piece that it pins, which for large tensors can be nearly twice what they
+    need, so tensors share pieces.
+    """
+
+    def __init__(self, device: torch.device, piece: int = 2**30) -> None:
+        """For copies to `device`, in pieces of so many bytes."""
+        self._device, self._size = device, piece
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > self._piece.numel():
+            self._piece = host_tensor((max(size, self._size),), torch.uint8, self._device)
+            self._used = 0
+        part = self._piece[self._used : self._used + size]
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return part.view(dtype).view(tuple(shape))
+
+
+_ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin, as in the devices' own memory."""
+
+
+class CopyStream:
+    """Copies between device and pinned host memory beside what the device computes.
+
+    A copy begins when the device has done what it was given before. What it is given later comes after the copy only from
+    `wait` on. Until then both tensors have to be kept: the memory of one that is let go of is given out again in the order
+    in which the device computes, and that knows nothing of the copy. On the CPU a copy is made at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend: Any = getattr(torch, device.type) if device.type != "cpu" else None
+        self._stream: Any = None if self._backend is None else self._backend.Stream(device)
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Copy into the first tensor of each pair what the second holds; what to `wait` for."""
+        if self._backend is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(self._backend.current_stream(self._device))
+        with self._backend.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """Let what the device is given from now on come after the copies for which `copy` returned this."""
+        if self._backend is not None:
+            self._backend.current_stream(self._device).wait_event(copied)
 
 
 class Stopwatch:

@@ -1,5 +1,6 @@
 """Settings of the libraries that we call, made before they are imported."""
 
+import logging
 import os
 import warnings
 
@@ -21,6 +22,8 @@ def quiet_libraries() -> None:
         "`torch.distributed.reduce_scatter_tensor` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
+    # peft imports bitsandbytes if it is there, which then says that it lacks a kernel; nothing here uses that.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # `dtype` is new; the older name works in all releases of diffusers that we support.
     warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated")
     # float32 masters of norm scales beside bfloat16 activations are what autocast is meant to give.
@@ -29,6 +32,6 @@ def quiet_libraries() -> None:
     import diffusers.utils.logging
     import transformers.utils.logging
 
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()

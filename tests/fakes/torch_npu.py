@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from tests.copies import PendingCopy
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,11 +28,16 @@ FORBIDDEN = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 _HOST_VALUES = ("aten::copy_", "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 """Operators that take tensors of the host beside those of the device: copies, and indexing."""
 calls: Counter[str] = Counter()
-"""How often each kernel ran, and under `moved` how many tensors came to the device."""
+"""How often each kernel ran; under `moved` how many tensors came to the device, under `beside` how many copies another
+stream made than the one that computes."""
 
 
 _current = [0]
 """The device of this process."""
+_given = [0]
+"""Tensors that were made on the device."""
+_streams: list["Stream | None"] = [None]
+"""The stream that operators go to: None, which is the one that computes, or another."""
 
 
 class NotOnNpuError(RuntimeError):
@@ -42,6 +48,8 @@ class NpuTensor(torch.Tensor):
     """A tensor on the device; `raw` has its values."""
 
     raw: Tensor
+    number: int
+    """Of tensors, in the order in which they were made."""
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> "NpuTensor":
@@ -57,6 +65,8 @@ class NpuTensor(torch.Tensor):
             ),  # whichever it was asked for, as torch knows of no more than one such device here
         )
         made.raw = raw
+        _given[0] += 1
+        made.number = _given[0]
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -95,6 +105,12 @@ def _on_device(func: Any, args: Any, kwargs: Any) -> Any:
             return value.raw
         return value
 
+    stream = _streams[0]
+    if stream is not None:
+        if name != "aten::copy_":
+            raise NotOnNpuError(f"{func}: only copies go to the second stream")
+        stream.take(*args[:2])
+        return args[0]
     if func.namespace == "flowshard":  # runs on tensors of the device, as it has no kernel of its own for it
         return OPDEFS[name]._init_fn(*args, **kwargs)
     args, kwargs = tree_map(unwrapped, args), tree_map(unwrapped, kwargs)
@@ -159,17 +175,76 @@ def hardware() -> Iterator[None]:
 
 
 class Event:
-    """A mark in the only stream."""
+    """A mark in a stream."""
 
     def __init__(self, *, enable_timing: bool = False) -> None:
-        assert enable_timing
+        del enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: "Stream | None" = None) -> None:
         self._time = time.perf_counter()
+        self._stream, self._copies = stream, 0 if stream is None else stream.taken
+
+    def reach(self) -> None:
+        """What was given to the stream before the mark is done."""
+        if self._stream is not None:
+            self._stream.finish(self._copies)
 
     def elapsed_time(self, later: "Event") -> float:
         """Milliseconds."""
         return 1000 * (later._time - self._time)
+
+
+class Stream:
+    """A stream beside the one that computes. What is given to it is done when somebody waits for it, and not before."""
+
+    def __init__(self, device: Any = None) -> None:
+        del device
+        self.taken = 0
+        self._done = 0
+        self._copies: list[PendingCopy] = []
+        self._seen = 0
+
+    def wait_stream(self, stream: "_Computing") -> None:
+        """What is given from now on comes after what the other stream has been given."""
+        assert isinstance(stream, _Computing)
+        self._seen = _given[0]
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def take(self, target: Tensor, source: Tensor) -> None:
+        """A copy, one of whose tensors is on the device."""
+        for one in (target, source):
+            if isinstance(one, NpuTensor) and one.number > self._seen:
+                raise NotOnNpuError("a stream copies what the other has not made yet: it did not wait for it")
+        target, source = (one.raw if isinstance(one, NpuTensor) else one for one in (target, source))
+        self._copies.append(PendingCopy(target, source))
+        self.taken += 1
+
+    def finish(self, taken: int) -> None:
+        """Do so many of the copies that were ever given."""
+        while self._done < taken:
+            self._copies.pop(0).run()
+            self._done += 1
+            calls["beside"] += 1
+
+
+class _Computing:
+    """The stream that computes, at once."""
+
+    def wait_event(self, event: Event) -> None:
+        event.reach()
+
+
+@contextmanager
+def _into(stream: Stream) -> Iterator[None]:
+    before, _streams[0] = _streams[0], stream
+    try:
+        yield
+    finally:
+        _streams[0] = before
 
 
 def _module() -> types.ModuleType:
@@ -189,7 +264,9 @@ def _module() -> types.ModuleType:
         manual_seed_all=lambda _: None,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         Event=Event,
-        Stream=type("Stream", (), {}),  # DeepSpeed names it when it is imported
+        Stream=Stream,
+        stream=_into,
+        current_stream=lambda _=None: _Computing(),
         config=types.SimpleNamespace(allow_internal_format=True),
         _is_in_bad_fork=lambda: False,
     )

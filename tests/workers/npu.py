@@ -130,6 +130,8 @@ def compare_models(variants: dict[str, Path]) -> None:
 
 def train(file: str) -> None:
     """As the config says."""
+    import torch_npu
+
     from flowshard.config_file import load_config
     from flowshard.train.inputs import check_inputs
     from flowshard.train.loop import run_training
@@ -139,7 +141,7 @@ def train(file: str) -> None:
         shrink_references(patch)
         config = load_config(file)
         _, ran = counted(lambda: run_training(check_inputs(config)))
-    say(run=file, ran=ran)
+    say(run=file, ran=ran, beside=torch_npu.calls["beside"])
 
 
 def main(arguments: list[str]) -> None:

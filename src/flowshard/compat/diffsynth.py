@@ -56,11 +56,13 @@ def run(translation: Translation, options: Arguments) -> None:
     inputs = check_inputs(translation.config())
     _say(translation.notes, inputs.layout.rank)
 
-    from flowshard.compat.outputs import Outputs
     from flowshard.libraries import quiet_libraries
-    from flowshard.train.loop import run_training
 
     quiet_libraries()
+
+    from flowshard.compat.outputs import Outputs
+    from flowshard.train.loop import run_training
+
     run_training(inputs, Outputs(inputs, options, epoch=translation.epoch))
 
 

@@ -156,7 +156,10 @@ class _Translator:
             if always and not arguments["zero_cond_t"]:
                 self.notes.append(f"--zero_cond_t: {row.name} is trained with it, as it was made")
         if arguments["fp8_models"] is not None:
-            self.notes.append("--fp8_models: frozen weights stay in bfloat16, which takes twice the memory of fp8")
+            self.notes.append(
+                "--fp8_models: frozen weights stay in bfloat16, which takes twice the memory of fp8; with LoRA "
+                "--set model.frozen_dtype=float8 holds those of the transformer in it"
+            )
         if self._has("audio_processor_path") and arguments["audio_processor_path"] is not None:
             self.notes.append(f"--audio_processor_path: has no effect, as {row.name} hears nothing")
         if arguments["save_steps"] is not None and arguments["save_steps"] < 1:

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from flowshard.config import ActivationPolicy, MemoryConfig
+from flowshard.device import CopyStream, host_tensor
 from flowshard.errors import UserError
+from flowshard.memory.overlap import BlockInputs, OverlappingOffload
 from flowshard.memory.storages import storage_id
 
 _ATTENTION = (
@@ -56,6 +58,7 @@ def apply_activation_policies(
     *,
     partitioned: bool,
     host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    overlap: CopyStream | None = None,
     compiled: bool = False,
 ) -> None:
     """Give every block its policy.
@@ -66,13 +69,18 @@ def apply_activation_policies(
         policies: as many.
         partitioned: whether DeepSpeed's ZeRO-3 empties parameters between their uses.
         host_memory: entered while `offload` allocates host memory, for those who count memory.
+        overlap: makes the copies of `offload`, beside the computation; without it they take their turn in it.
         compiled: whether `compile_blocks` follows, which makes `selective` a part of the code that it compiles.
     """
     if all(policy == "keep" for policy in policies):
         return
     by_block = dict(zip(map(id, blocks), policies, strict=True))
     caller = PolicyCaller(
-        lambda block: by_block[id(block)], partitioned=partitioned, host_memory=host_memory, compiled=compiled
+        lambda block: by_block[id(block)],
+        partitioned=partitioned,
+        host_memory=host_memory,
+        overlap=overlap,
+        compiled=compiled,
     )
     model.enable_gradient_checkpointing(caller)
 
@@ -86,6 +94,7 @@ class PolicyCaller:
         *,
         partitioned: bool,
         host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        overlap: CopyStream | None = None,
         compiled: bool = False,
     ) -> None:
         """Take the policy of a block from `policy_of`; for the others see `apply_activation_policies`."""
@@ -93,7 +102,7 @@ class PolicyCaller:
         # Under ZeRO-3 a frozen one-dimensional weight that the recomputation sees has been emptied again when torch
         # compares it with what it saw in the forward pass (deepspeed < 0.19.3); the values are right all the same.
         self._options: dict[str, Any] = {"determinism_check": "none"} if partitioned else {}
-        self.offload = InputOffload(host_memory)
+        self.offload = InputOffload(host_memory, overlap)
 
     def __call__(self, block: torch.nn.Module, *inputs: Any) -> Any:
         policy = self._policy_of(block)
@@ -154,9 +163,19 @@ class InputOffload:
     Inputs that all blocks share (text, timestep, rotary tables) stay where they are: they are kept once anyway.
     """
 
-    def __init__(self, host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """Enter `host_memory` while host memory is allocated."""
-        self._host_memory = host_memory
+    def __init__(
+        self,
+        elsewhere: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        overlap: CopyStream | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            elsewhere: is entered while host memory is allocated.
+            overlap: makes the copies beside the computation.
+        """
+        self._elsewhere = elsewhere
+        self._overlapping = None if overlap is None else OverlappingOffload(overlap, elsewhere)
         self._earlier: set[int] = set()
         self.offloaded_bytes = 0
         """Bytes copied to host memory so far."""
@@ -167,19 +186,39 @@ class InputOffload:
         own = {storage_id(tensor) for tensor in tensors} - self._earlier
         self._earlier = {storage_id(tensor) for tensor in tensors}
 
-        def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        pack, unpack = self._in_turn() if self._overlapping is None else self._beside(self._overlapping)
+
+        def keep_or_pack(tensor: torch.Tensor) -> Any:
             if storage_id(tensor) not in own:
-                return tensor.device, tensor
-            pinned = tensor.device.type != "cpu"
-            with self._host_memory():
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            host.copy_(tensor, non_blocking=pinned)
-            self.offloaded_bytes += host.nbytes
-            return tensor.device, host
+                return tensor
+            self.offloaded_bytes += tensor.nbytes
+            return pack(tensor)
 
-        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-            device, tensor = packed
-            return tensor.to(device, non_blocking=True)
+        def unpack_or_kept(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else unpack(*packed)
 
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(keep_or_pack, unpack_or_kept)
         return hooks
+
+    def _in_turn(self) -> tuple[Callable[[torch.Tensor], Any], Callable[..., torch.Tensor]]:
+        """Copies whose turn comes where the computation has got to."""
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
+            with self._elsewhere():
+                host = host_tensor(tensor.shape, tensor.dtype, tensor.device)
+            return host.copy_(tensor, non_blocking=True), tensor.device
+
+        def unpack(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+            return host.to(device, non_blocking=True)
+
+        return pack, unpack
+
+    def _beside(
+        self, overlapping: OverlappingOffload
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[..., torch.Tensor]]:
+        inputs = overlapping.block()
+
+        def pack(tensor: torch.Tensor) -> tuple[BlockInputs, int, torch.device]:
+            return inputs, overlapping.save(inputs, tensor), tensor.device
+
+        return pack, overlapping.load

@@ -36,13 +36,16 @@ class CompileChoice:
     """Whether a block that cannot be compiled runs as it is, rather than ending the run."""
 
 
-def choose_compile(asked: bool | Literal["auto"], layout: Layout, processes: Processes) -> CompileChoice:
+def choose_compile(
+    asked: bool | Literal["auto"], layout: Layout, processes: Processes, *, host_parameters: bool = False
+) -> CompileChoice:
     """Decide for all processes alike, by trying. Collective.
 
     Args:
         asked: `memory.compile`.
         layout: of the run; `check_inputs` has refused what is asked for and cannot be.
         processes: that have to agree.
+        host_parameters: whether blocks get other weights at every step, from host memory.
 
     Raises:
         UserError: it is asked for, and a process cannot compile.
@@ -50,6 +53,8 @@ def choose_compile(asked: bool | Literal["auto"], layout: Layout, processes: Pro
     kind = processes.device.type
     if asked is False:
         return CompileChoice(False, "memory.compile=false")
+    if host_parameters:
+        return CompileChoice(False, "memory.parameters=host gives the blocks other weights at every step")
     if layout.strategy == "zero3":
         return CompileChoice(False, "zero3 gathers parameters between the layers of a block")
     if asked == "auto" and kind != "cuda":

@@ -23,6 +23,8 @@ class Engine:
     """Micro-batches of one process in one update."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    host_parameters: bool = False
+    """Whether frozen parameters of blocks are in host memory, but for two blocks."""
     gather_bytes: int | None = None
     """Bytes of an element of a block's parameter where it is gathered; None for those of its own type."""
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +110,8 @@ class _Engine:
     @property
     def parameters(self) -> int:
         """Bytes that are always there."""
-        return self.whole.bytes
+        streamed = self.size.hosted - self.size.two_blocks if self.engine.host_parameters else 0
+        return self.whole.bytes - streamed
 
     @property
     def gradients(self) -> int:
@@ -162,7 +165,7 @@ class _Engine:
     @property
     def host(self) -> int:
         """Bytes of what the strategy keeps in host memory."""
-        return 0
+        return self.size.hosted if self.engine.host_parameters else 0
 
 
 def _name(segment: Segment) -> str:

@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_iter
 from flowshard.memory.exchange import Exchange, exchange_of
 from flowshard.memory.flops import flops_of
 from flowshard.memory.storages import storage_id
+from flowshard.weights.frozen import workspace_of
 
 
 class LiveBytes(TorchDispatchMode):
     """While active, counts what operators allocate until it is freed, on fake tensors too.
 
-    What an operator needs for itself while it runs is not seen, but for those of sequence parallelism.
+    What an operator needs for itself while it runs is not seen, but for those of sequence parallelism and of weights in
+    fewer bits.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,7 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):
                 self.add(value)
+        self.highest = max(self.highest, self.now + workspace_of(func, args))
         return result
 
     def add(self, tensor: torch.Tensor) -> None:

@@ -61,4 +61,6 @@ def step_traffic(size: ModelSize, engine: Engine, *, world: int, sequence: int, 
         host += 2 * made / shard  # the gradient, and the updated parameters
     if engine.offload_parameters:
         host += 2 * micro * whole.bytes / shard + made / shard
+    if engine.host_parameters:
+        host += 2.0 * micro * size.hosted  # to the device, in each pass
     return Traffic(round(gradients), round(parameters), micro * sequence, round(host))

@@ -268,8 +268,21 @@ def _check_engine_options(config: Config, strategy: str) -> None:
     ):
         if asked and strategy not in strategies:
             raise UserError(f"layout.{option}: needs the strategy {' or '.join(strategies)}, not {strategy!r}")
+    if config.memory.parameters == "host" and strategy != "single":
+        reason = {"ddp": "DistributedDataParallel takes a model on one kind of memory"}.get(
+            strategy, f"{strategy} holds and gathers the parameters itself"
+        )
+        raise UserError(
+            f"memory.parameters: host is for one process, and {reason}; set memory.parameters=device, for several processes "
+            "layout.strategy=fsdp2 with layout.offload_parameters=true"
+        )
     if layout.gather_dtype == "bfloat16" and config.model.dtype != "bfloat16":
         raise UserError(f"layout.gather_dtype: 'bfloat16' needs model.dtype=bfloat16, not {config.model.dtype!r}")
+    if config.model.frozen_dtype is not None and strategy in ("zero3", "fsdp2"):
+        raise UserError(
+            f"model.frozen_dtype: {config.model.frozen_dtype!r} weights are held by every process as a whole, and {strategy} "
+            "divides weights; use layout.strategy=ddp, zero1 or zero2, or model.frozen_dtype=null"
+        )
 
 
 def _check_optimizer(config: Config, strategy: str) -> None:

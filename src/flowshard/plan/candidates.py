@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, get_args
 
 from flowshard.config import ActivationPolicy, Config
@@ -40,6 +41,13 @@ class Candidate:
     """Of each block."""
     configured: bool
     """Whether it is what the config says."""
+    resets: tuple[str, ...] = ()
+    """Overrides that take back what the config says."""
+
+    @property
+    def host_parameters(self) -> bool:
+        """Whether the frozen weights of blocks are in host memory."""
+        return self.config.memory.parameters == "host"
 
     @property
     def activations(self) -> str:
@@ -55,9 +63,12 @@ class Candidate:
         found += [f"layout.sequence={layout.sequence}"] if layout.sequence > 1 else []
         found += [f"layout.shard={layout.shard}"] if layout.shard != "auto" else []
         found += [f"layout.{name}=true" for name in _OFF if getattr(layout, name)]
+        found += ["memory.parameters=host"] if self.host_parameters else self.resets
         if isinstance(memory.activations, str):
             found.append(f"memory.activations={memory.activations}")
             found += ["memory.budget=null"] if memory.budget is not None else []  # which belongs to `auto`
+            overlapped = memory.offload_overlap and memory.activations != "offload"
+            found += ["memory.offload_overlap=false"] if overlapped else []
         return found
 
     @property
@@ -68,12 +79,13 @@ class Candidate:
         parts += [f"shard {layout.shard}"] if layout.strategy in SHARDED and layout.shard < layout.world else []
         parts += [f"sequence {layout.sequence}"] if layout.sequence > 1 else []
         parts += [name.replace("_", " ") for name in _OFF if getattr(self.config.layout, name)]
+        parts += ["host parameters"] if self.host_parameters else []
         return ", ".join(parts)
 
     @property
     def complexity(self) -> tuple[int, ...]:
         """Smaller for layouts in which less can go wrong."""
-        offloads = sum(getattr(self.config.layout, name) for name in _OFF)
+        offloads = sum(getattr(self.config.layout, name) for name in _OFF) + self.host_parameters
         return (
             offloads,
             STRATEGIES.index(self.layout.strategy),
@@ -105,15 +117,16 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
         blocks: of the model.
     """
     own = legal_layout(config, devices, nodes)
+    resets = ("memory.parameters=device",) if config.memory.parameters == "host" else ()
     for strategy in STRATEGIES:
         if (strategy == "single") != (devices == 1) and strategy not in _OFFLOADS:
             continue
         plain: list[dict[str, bool]] = [{}] if devices > 1 or strategy == "single" else []
-        for offload in (*plain, *_OFFLOADS.get(strategy, ())):
+        for base, offload in product(_bases(config, strategy), (*plain, *_OFFLOADS.get(strategy, ()))):
             for shard in _shards(strategy, devices, nodes):
                 for sequence in divisors(devices):
                     changed = _changed(
-                        config,
+                        base,
                         strategy=strategy,
                         sequence=sequence,
                         shard=shard,
@@ -127,16 +140,28 @@ def candidates(config: Config, *, devices: int, nodes: int, tokens: int, blocks:
                     if layout is None or sequence > tokens:
                         continue
                     for policy in POLICIES:
-                        memory = config.memory.model_copy(update={"activations": policy})
+                        memory = changed.memory.model_copy(update={"activations": policy})
                         one = changed.model_copy(update={"memory": memory})
                         same = own is not None and _same(own, layout, changed, config)
-                        yield Candidate(one, layout, (policy,) * blocks, same and config.memory.activations == policy)
+                        same = same and config.memory.activations == policy
+                        yield Candidate(one, layout, (policy,) * blocks, same, resets)
+
+
+def _bases(config: Config, strategy: str) -> list[Config]:
+    """The config with each place that the weights can have."""
+    streams = config.memory.compile is not True and config.model.frozen_dtype is None
+    hosts = strategy == "single" and config.train.method == "lora" and streams
+    places = ["device", "host"] if hosts else ["device"]
+    return [
+        config.model_copy(update={"memory": config.memory.model_copy(update={"parameters": place})}) for place in places
+    ]
 
 
 def _same(own: Layout, layout: Layout, changed: Config, config: Config) -> bool:
     """Whether a layout is what the config says."""
     places = ("strategy", "sequence", "ulysses", "shard")
     offloads = all(getattr(changed.layout, name) == getattr(config.layout, name) for name in _OFF)
+    offloads = offloads and changed.memory.parameters == config.memory.parameters
     return offloads and all(getattr(own, name) == getattr(layout, name) for name in places)
 
 

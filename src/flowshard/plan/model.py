@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flowshard.config import ActivationPolicy, Config
+from flowshard.device import CopyStream
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.memory.estimate import Engine, MemoryEstimate, Optimizer, estimate_memory, optimizer_memory
 from flowshard.memory.fakes import Tensors
@@ -33,6 +34,7 @@ def engine_of(config: Config, layout: Layout) -> Engine:
         accumulation=layout.accumulation,
         offload_optimizer=config.layout.offload_optimizer,
         offload_parameters=config.layout.offload_parameters,
+        host_parameters=config.memory.parameters == "host",
         gather_bytes=2 if config.layout.gather_dtype == "bfloat16" else None,
         zero=zero,
     )
@@ -133,6 +135,7 @@ class PlannedModel:
             [policy] * len(blocks),
             partitioned=False,
             host_memory=live.elsewhere if self._accelerator else nullcontext,
+            overlap=CopyStream(CPU) if self._inputs.config.memory.offload_overlap else None,
         )
         loss = loss_function(family, dtype=getattr(torch, self._inputs.config.model.dtype), device=CPU)
         return measure_timeline(model, blocks, loss, self._tensors, live, remembering=family.remembering)

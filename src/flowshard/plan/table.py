@@ -42,7 +42,7 @@ def _shown(plan: Plan) -> list[Assessed]:
     for one in plan.layouts:
         candidate = one.candidate
         offloads = candidate.config.layout.offload_optimizer, candidate.config.layout.offload_parameters
-        first.setdefault((candidate.layout.strategy, *offloads), one)
+        first.setdefault((candidate.layout.strategy, *offloads, candidate.host_parameters), one)
     chosen = list(first.values())
     own = next((one for one in plan.layouts if one.candidate.configured), None)
     for special in (own, plan.recommended):
@@ -114,6 +114,7 @@ def _values(plan: Plan, one: Assessed) -> dict[str, Any]:
         "accumulation": layout.accumulation,
         "offload_optimizer": options.offload_optimizer,
         "offload_parameters": options.offload_parameters,
+        "host_parameters": one.candidate.host_parameters,
         "activations": one.candidate.activations,
         "options": one.candidate.options,
         "configured": one.candidate.configured,

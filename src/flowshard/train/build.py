@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 
 from flowshard.config import ActivationPolicy, Config
-from flowshard.device import autocast
+from flowshard.device import CopyStream, autocast
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.activations import apply_activation_policies, block_policies
 from flowshard.memory.compiled import CompileChoice, compile_blocks
 from flowshard.memory.flops import CPU
+from flowshard.memory.streaming import stream_blocks
 from flowshard.objective.flow import add_noise, sample_losses
 from flowshard.parallel.layout import Layout
 from flowshard.parallel.plan import apply_plans
@@ -25,6 +26,7 @@ from flowshard.train.inputs import RunInputs
 from flowshard.train.optimizer import group_settings
 from flowshard.weights import lora
 from flowshard.weights.extend import Extension, extend_model
+from flowshard.weights.frozen import hold_frozen
 from flowshard.weights.load import NewTensor, build_model, declare_types, materialise
 from flowshard.weights.lora_files import LoraFile, load_factors
 from flowshard.weights.precision import compute_in_float32
@@ -77,10 +79,10 @@ def build_on_meta(
     compiling: CompileChoice | None = None,
     choose: PolicyChoice | None = None,
 ) -> Build:
-    """The transformer with adapters, sequence plan, activation policies and compiled blocks; no weight has been read.
+    """The transformer with adapters, sequence plan, activation policies, streamed or compiled blocks; no weight has been read.
 
     Order: build, the user's extension, adapters, what is trained, types, what the device needs, sequence plan, activation
-    policies, which may be chosen here, compiled blocks.
+    policies, which may be chosen here, parameters in host memory, compiled blocks.
 
     Args:
         inputs: checked.
@@ -104,7 +106,16 @@ def build_on_meta(
     else:
         policies = block_policies(config.memory, len(blocks))
     compiled = compiling is not None and compiling.enabled
-    apply_activation_policies(model, blocks, policies, partitioned=inputs.layout.strategy == "zero3", compiled=compiled)
+    apply_activation_policies(
+        model,
+        blocks,
+        policies,
+        partitioned=inputs.layout.strategy == "zero3",
+        overlap=CopyStream(device) if config.memory.offload_overlap else None,
+        compiled=compiled,
+    )
+    if config.memory.parameters == "host":
+        stream_blocks(model, blocks, policies, device=device, copies=CopyStream(device))
     if compiling is not None and compiled:
         compile_blocks(model, blocks, policies, fall_back=compiling.fall_back)
     values = lora.initial_values(model, kind=config.lora.init, seed=config.seed)
@@ -149,6 +160,8 @@ def typed_model(inputs: ModelInputs, few: int | None = None) -> tuple[Any, Exten
             parameter.requires_grad_(True)
     dtype = getattr(torch, config.model.dtype)
     declare_types(model, dtype)
+    if config.model.frozen_dtype is not None:
+        hold_frozen(model, family.blocks(model), config.model.frozen_dtype)
     if dtype != torch.float32:
         compute_in_float32(model)
     return model, extension

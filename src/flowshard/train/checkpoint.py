@@ -39,6 +39,7 @@ _FIXED = (
     "model.layers",
     "model.weights",
     "model.dtype",
+    "model.frozen_dtype",
     "data.columns",
     "data.height",
     "data.width",
@@ -184,7 +185,7 @@ def check_resumable(checkpoint: Checkpoint, config: Config, metadata: Metadata) 
     was, now = checkpoint.state["config"], json.loads(config.model_dump_json())
     if checkpoint.weights_only:
         fixed = [name for name in _FIXED if name.split(".")[0] in ("model", "lora")] + ["train.method"]
-        fixed = [name for name in fixed if name not in ("model.dtype", "lora.alpha")]
+        fixed = [name for name in fixed if name not in ("model.dtype", "model.frozen_dtype", "lora.alpha")]
     else:
         fixed = list(_FIXED)
     different = [name for name in fixed if _value(was, name) != _value(now, name)]

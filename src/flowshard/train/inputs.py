@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ def check_inputs(config: Config, environment: Mapping[str, str] | None = None) -
         raise UserError(
             "memory.compile: true, but zero3 gathers parameters between the layers of a block, where compiled code would end; "
             "set memory.compile=auto or false, or layout.strategy=fsdp2, which gathers whole blocks"
+        )
+    if config.model.frozen_dtype == "nf4" and find_spec("bitsandbytes") is None:
+        raise UserError(
+            "model.frozen_dtype: 'nf4' needs bitsandbytes, which is not installed; run `pip install 'flowshard[nf4]'`, or use "
+            "int8 or float8"
         )
     if layout.strategy.startswith("zero"):
         check_deepspeed(config, layout)

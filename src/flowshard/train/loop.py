@@ -9,7 +9,7 @@ import torch
 
 from flowshard.config_file import dump_config
 from flowshard.data.dataset import CachedDataset, Encoder, open_datasets
-from flowshard.device import Stopwatch, check_dtype
+from flowshard.device import Stopwatch, check_dtype, check_frozen_dtype, check_memory_options
 from flowshard.errors import RunError
 from flowshard.memory.compiled import choose_compile
 from flowshard.memory.estimate import MemoryEstimate
@@ -66,9 +66,13 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     config, layout, device, say = inputs.config, inputs.layout, processes.device, processes.say
     observer = observer or Observer()
     check_dtype(device, config.model.dtype)
+    check_memory_options(device, config.memory)
+    check_frozen_dtype(device, config.model.frozen_dtype)
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
-    compiling = choose_compile(config.memory.compile, layout, processes)
+    compiling = choose_compile(
+        config.memory.compile, layout, processes, host_parameters=config.memory.parameters == "host"
+    )
 
     digest = agreed_digest(inputs.data.training, processes)
     for line in inputs.data.training.notes:
@@ -120,7 +124,8 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     strategy = make_strategy(config, processes)
     say(describe_plan(inputs, build, memory, compiling, latents=largest.latents.shape[1:], device=device))
     report = fill(build, inputs, strategy)
-    say(f"{'weights':<11} {len(report.loaded)} tensors loaded, {len(report.new)} new")
+    held = f", {len(report.quantised)} held as {config.model.frozen_dtype}" if report.quantised else ""
+    say(f"{'weights':<11} {len(report.loaded)} tensors loaded, {len(report.new)} new" + held)
     if config.model.extend is not None or report.dropped or report.fused or inputs.init_from is not None:
         say(report.table())
     strategy.start(build.model, build.settings, make_optimizer)

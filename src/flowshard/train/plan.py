@@ -12,6 +12,7 @@ from flowshard.plan.model import PlannedModel
 from flowshard.train.build import Build
 from flowshard.train.inputs import RunInputs
 from flowshard.units import amount, count
+from flowshard.weights.frozen import frozen_elements, frozen_layers
 
 
 def describe_plan(
@@ -34,18 +35,20 @@ def describe_plan(
         device: where it runs.
     """
     config, train = inputs.config, inputs.config.train
-    everything = sum(parameter.numel() for parameter in build.model.parameters())
+    everything = sum(parameter.numel() for parameter in build.model.parameters()) + frozen_elements(build.model)
     trained = sum(parameter.numel() for parameter in build.model.parameters() if parameter.requires_grad)
     tokens = inputs.family.tokens(latents)
     layout = inputs.layout
     method = f"LoRA of rank {config.lora.rank} on {len(inputs.adapted)} layers" if inputs.adapted else "full training"
     if inputs.adapted and inputs.trained:
         method += f", {len(inputs.trained)} tensors in full"
+    held = frozen_layers(build.model)
+    types = config.model.dtype + (f" with {len(held)} frozen layers in {config.model.frozen_dtype}" if held else "")
     passes = inputs.steps * train.global_batch / inputs.samples
     rows = [
         (
             "model",
-            f"{inputs.variant.name}{' (recognised)' if inputs.recognised else ''} from {inputs.source.label}, {config.model.dtype} on {device}",
+            f"{inputs.variant.name}{' (recognised)' if inputs.recognised else ''} from {inputs.source.label}, {types} on {device}",
         ),
         ("layout", f"{layout.text}: {layout.reason}"),
         ("method", method),
@@ -115,7 +118,8 @@ def check_memory(
     model.expect((one.layout.ulysses, one.layout.ring) for one in found)
     choices = []
     for one in sorted(found, key=lambda one: one.complexity):
-        if on_cpu and (one.config.layout.offload_optimizer or one.config.layout.offload_parameters):
+        options = one.config.layout
+        if on_cpu and (options.offload_optimizer or options.offload_parameters or one.host_parameters):
             continue  # to the same memory
         if model.estimate(one.layout, config=one.config, policies=one.policies).peak <= usable:
             choices.append(" ".join(one.options))

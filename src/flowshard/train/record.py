@@ -5,7 +5,17 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-_PACKAGES = ("flowshard", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed")
+_PACKAGES = (
+    "flowshard",
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "deepspeed",
+    "bitsandbytes",
+)
 
 
 def environment_record() -> dict[str, Any]:

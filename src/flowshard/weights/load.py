@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from flowshard.errors import UserError
 from flowshard.seeds import isolated_rng
 from flowshard.weights.files import TensorInfo
+from flowshard.weights.frozen import frozen_layers
 from flowshard.weights.lora import base_name
 from flowshard.weights.lora_files import Factors
 from flowshard.weights.precision import float32_modules, keeps_float32
@@ -103,7 +104,8 @@ def materialise(
     """Give every parameter and buffer of a meta model its value, unit by unit.
 
     A frozen parameter stays a view of the mapped file where type and device allow; nothing is read twice and no more
-    than one unit is held as a whole by strategies that divide it. Tied parameters stay tied.
+    than one unit is held as a whole by strategies that divide it. Tied parameters stay tied. A weight that is to be held in
+    fewer bits becomes so as it is read, from the values of the file.
 
     Args:
         model: from `build_model`, with adapters, types declared, and divided by the strategy.
@@ -121,6 +123,8 @@ def materialise(
         UserError: the files do not fill the model exactly.
     """
     places = model.state_dict(keep_vars=True)
+    frozen = {f"{name}.weight": layer for name, layer in frozen_layers(model).items()}
+    places.update({name: layer.place for name, layer in frozen.items()})
     made = {name: one.how for name, one in new.items() if one.forced or base_name(name) not in tensors}
     loaded = {base_name(name): tensor for name, tensor in places.items() if name not in made}
     report = LoadReport(new=made)
@@ -159,8 +163,12 @@ def materialise(
                             value = one.added_to(value.float())
                             report.fused.append(base_name(name))
                     report.loaded.append(base_name(name))
-                    if stored.dtype != place.dtype:
+                    if name not in frozen and stored.dtype != place.dtype:
                         report.dtype_changed[base_name(name)] = (str(stored.dtype), str(place.dtype))
+                if name in frozen:
+                    frozen[name].fill(value.to(strategy.device))
+                    report.quantised[base_name(name)] = frozen[name].held_as
+                    continue
                 part = strategy.place(place, value)
                 done[id(place)] = _assign(model, name, part, requires_grad=place.requires_grad)
             strategy.settle(unit)

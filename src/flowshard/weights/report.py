@@ -26,6 +26,8 @@ class LoadReport:
     """Tensors that no file has, by design, to how they got their value: adapters and added modules."""
     fused: list[str] = field(default_factory=list)
     """Weights that a preset LoRA was added to."""
+    quantised: dict[str, str] = field(default_factory=dict)
+    """Weights that are held in fewer bits, to how."""
     dropped: list[str] = field(default_factory=list)
     """Weights in the files of modules that were removed or replaced, or that were to be ignored."""
     missing: list[str] = field(default_factory=list)
@@ -46,6 +48,7 @@ class LoadReport:
             kinds.append((f"new, {how}", [name for name, own in self.new.items() if own == how]))
         kinds += [
             ("fused", self.fused),
+            *((f"held as {how}", self.quantised) for how in sorted(set(self.quantised.values()))),
             ("dropped", self.dropped),
             ("missing", self.missing),
             ("unexpected", self.unexpected),

@@ -21,7 +21,8 @@ def make_strategy(config: Config, processes: Processes) -> Strategy:
     layout, device, clip_norm = processes.layout, processes.device, config.train.clip_norm
     loss_scale = LossScale(dynamic=config.model.dtype == "float16")
     if layout.strategy == "single":
-        return Single(device, clip_norm=clip_norm, loss_scale=loss_scale)
+        host_parameters = config.memory.parameters == "host"
+        return Single(device, clip_norm=clip_norm, loss_scale=loss_scale, host_parameters=host_parameters)
     if layout.strategy == "ddp":
         from flowshard.parallel.strategies.ddp import DataParallel
 
