@@ -8,10 +8,10 @@ MODEL := runs/shapes
 
 demo: .venv/installed
 	rm -rf $(DEMO)
-	$(BIN)/python examples/shapes/make_clips.py --shape star --clips 60 --output $(DEMO)/clips
+	$(BIN)/python examples/shapes/make_clips.py --shape star --count a --clips 90 --known 60 --output $(DEMO)/clips
 	$(BIN)/flowshard train examples/shapes/lora.yaml data.metadata=$(DEMO)/clips/metadata.csv output=$(DEMO)/run
 	$(BIN)/flowshard generate --model examples/shapes/model --lora $(DEMO)/run --height 64 --width 64 --frames 9 --fps 8 \
-		--steps 20 --guidance 2 --prompt "two white stars move right" --output $(DEMO)/stars.mp4
+		--steps 20 --guidance 2 --prompt "a white star shrinks" --output $(DEMO)/stars.mp4
 	$(BIN)/flowshard report $(DEMO)/run
 	@echo
 	@echo "before and after    $(DEMO)/run/samples/grid.png"
@@ -19,7 +19,7 @@ demo: .venv/installed
 	@echo "clips of stars      $(DEMO)/clips"
 	@echo "run and its config  $(DEMO)/run"
 	@echo "numbers of a step   $(DEMO)/run/metrics.jsonl"
-	@echo "trained LoRA        $(DEMO)/run/checkpoints/step-00000120/lora.safetensors"
+	@echo "trained LoRA        $(DEMO)/run/checkpoints/step-00000240/lora.safetensors"
 	@echo "generated clip      $(DEMO)/stars.mp4"
 
 shapes: .venv/installed

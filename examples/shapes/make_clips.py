@@ -1,6 +1,6 @@
 """Write captioned clips of moving shapes: `python examples/shapes/make_clips.py --output runs/shapes/clips`.
 
-A folder of MP4 files with `metadata.csv`, as `flowshard train` takes it. `--shape star --count a --known 30` gives those of the
+A folder of MP4 files with `metadata.csv`, as `flowshard train` takes it. `--shape star --count a --known 60` gives those of the
 example's LoRA.
 """
 

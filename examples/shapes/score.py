@@ -47,7 +47,7 @@ def read(clip: np.ndarray) -> Seen:
     if areas.max() < _LEAST:
         return Seen(None, None, None, None, dict.fromkeys((*SHAPES, CONCEPT), 0.0))
     largest = int(areas.argmax())
-    pieces = {frame: _pieces(masks[frame]) for frame in np.flatnonzero(areas >= 0.6 * areas[largest])}
+    pieces = {frame: _pieces(masks[frame]) for frame in np.flatnonzero(areas >= 0.6 * areas[largest]).tolist()}
     overlaps = {
         shape: float(np.mean([max(_overlap(piece, shape) for piece in found) for found in pieces.values()]))
         for shape in (*SHAPES, CONCEPT)
