@@ -125,7 +125,8 @@ class _OtherWeights(Observer):
         del loss, gradient_norm, strategy
         if step == self._last:
             gc.collect()
-            found = [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]
+            # The plan's model is fake: it has shapes and no memory.
+            found = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter and not one.is_meta]
             self.bytes = sum(one.nbytes for one in found if id(one) not in self._own)
 
 
