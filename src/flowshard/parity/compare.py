@@ -16,11 +16,6 @@ from flowshard.weights.report import some
 
 SMALL_GRADIENT = 1e-6
 """A gradient tensor below this part of the global norm is compared with the global norm instead of with its own."""
-ROUNDING = 2 * float(torch.finfo(torch.float32).eps)
-"""A difference below this part of the global norm is rounding, however small the tensor that it is in. Over all tensors
-the float32 gradient of one process is as far from that in float64 (2.4 eps, measured by `tests/test_float64.py`'s case).
-Gradients of queries and keys, sums of terms that all but cancel, show it most: a process with three tokens or fewer gets
-them up to 1.5 eps wrong, as torch's attention on the CPU rounds more coarsely for so few queries."""
 
 DRAWS = {"samples": "row", "latents": "latents", "noise": "noise", "sigma": "sigma"}
 """What goes into the model: quantity to its name in a trace."""
@@ -118,8 +113,6 @@ def _gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], place: st
         own = float(expected.double().norm())
         scale = own if own >= SMALL_GRADIENT * whole else whole
         difference = float((b[name].double() - expected.double()).norm())
-        if difference <= ROUNDING * whole:
-            continue
         error = as_error(difference / scale if scale else difference)
         if error > worst:
             worst, where = error, name

@@ -26,6 +26,7 @@ from flowshard.parallel.layout import Layout
 from flowshard.parallel.processes import Processes, run_together
 from flowshard.parallel.strategies import Strategy
 from flowshard.parity.faults import Fault, parse_fault
+from flowshard.parity.padding import fill_padding
 from flowshard.parity.walk import ModuleProbe
 from flowshard.train.batches import MicroBatch
 from flowshard.train.inputs import check_inputs
@@ -60,11 +61,12 @@ class Tracer(Observer):
 
     def new_weights(self, values: NewWeights) -> NewWeights:
         return {
-            name: replace(one, make=partial(_spread, name, one.make)) if is_lora_b(name) else one
+            name: replace(one, make=partial(spread, name, one.make)) if is_lora_b(name) else one
             for name, one in values.items()
         }
 
     def batch(self, step: int, batch: MicroBatch) -> MicroBatch:
+        batch = fill_padding(batch, step)
         if self.fault is not None:
             batch = self.fault.disturb(batch)
         while len(self._steps) <= step:
@@ -101,7 +103,8 @@ class Tracer(Observer):
             save_file(copies, self.folder / name)
 
 
-def _spread(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+def spread(name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What the second factor of an adapter starts with here: what a run makes, but for zeros."""
     value = make()
     if value.any():  # a LoRA that was trained before
         return value
