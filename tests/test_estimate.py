@@ -1,5 +1,6 @@
 """The memory estimate against the storages that are alive in a real step."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,36 @@ def planned(inputs: RunInputs, tensors: dict[str, torch.Tensor]) -> PlannedModel
     return PlannedModel(inputs, build_on_meta(inputs).model, tensors, accelerator=False)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a second step."""
+
+    peak: int
+    """Of the storages that are alive, with weights that stay in the mapping of their file."""
+    gradients: int
+    optimizer: int
+
+
+def measured_step(inputs: RunInputs, filled: runs.Filled, tensors: dict[str, torch.Tensor]) -> Measured:
+    loss_of = loss_function(inputs.family, dtype=getattr(torch, inputs.config.model.dtype), device=CPU)
+    trained = [parameter for parameter in filled.model.parameters() if parameter.requires_grad]
+    optimizer = optimizer_factory(inputs.config)([{"params": trained}])
+    everything = [*filled.model.parameters(), *filled.model.buffers()]
+    storages = Storages()
+    for tensor in (*everything, *tensors.values()):
+        storages.know(tensor)
+    with storages:
+        for _ in range(2):
+            storages.peak = 0
+            loss_of(filled.model, tensors).backward()
+            optimizer.step()
+            gradients = sum(parameter.grad.nbytes for parameter in trained if parameter.grad is not None)
+            optimizer.zero_grad()
+    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.ndim)
+    mapped = sum(one.nbytes for one in everything if one.untyped_storage().filename is not None)
+    return Measured(storages.peak + mapped, gradients, state)
+
+
 @pytest.mark.parametrize(
     ("method", "dtype", "policy"),
     [
@@ -52,31 +83,11 @@ def test_a_step_on_one_process(tiny: Path, clips: Path, tmp_path: Path, method: 
     estimate = estimate_memory(timeline, model.size, Engine("single"), model.optimizer)
 
     filled = runs.fill_model(inputs)
-    loss_of = loss_function(inputs.family, dtype=getattr(torch, dtype), device=CPU)
-    trained = [parameter for parameter in filled.model.parameters() if parameter.requires_grad]
-    optimizer = optimizer_factory(inputs.config)([{"params": trained}])
-    storages = Storages()
-    for tensor in (*filled.model.parameters(), *filled.model.buffers(), *tensors.values()):
-        storages.know(tensor)
-    with storages:
-        for _ in range(2):
-            storages.peak = 0
-            loss_of(filled.model, tensors).backward()
-            optimizer.step()
-            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            held = sum(gradient.nbytes for gradient in gradients)
-            del gradients
-            optimizer.zero_grad()
-    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.ndim)
-    mapped = sum(
-        tensor.nbytes
-        for tensor in filled.model.parameters()
-        if tensor.untyped_storage().filename is not None  # frozen weights in the type of the file stay in its mapping
-    )
-    assert estimate.gradients == held
-    assert estimate.optimizer == state
+    measured = measured_step(inputs, filled, tensors)
+    assert estimate.gradients == measured.gradients
+    assert estimate.optimizer == measured.optimizer
     assert estimate.parameters == sum(t.nbytes for t in [*filled.model.parameters(), *filled.model.buffers()])
-    assert estimate.peak == pytest.approx(storages.peak + mapped, rel=0.02)
+    assert estimate.peak == pytest.approx(measured.peak, rel=0.02)
 
 
 def test_estimating_computes_nothing_and_leaves_the_model_alone(tiny: Path, clips: Path, tmp_path: Path) -> None:

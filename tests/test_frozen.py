@@ -24,12 +24,11 @@ from flowshard.plan.model import PlannedModel
 from flowshard.train import inputs as train_inputs
 from flowshard.train.build import build_on_meta, fill, loss_function
 from flowshard.train.inputs import RunInputs, check_inputs
-from flowshard.train.optimizer import optimizer_factory
 from flowshard.weights import frozen
 from flowshard.weights.frozen import FrozenLinear, dequantised, frozen_layers, quantised
 from flowshard.weights.lora import base_name
 from tests import runs
-from tests.test_estimate import batch
+from tests.test_estimate import batch, measured_step
 from tests.test_family_layouts import OWN, PICTURE
 from tests.test_layouts_agree import options
 from tests.workers.memory import Storages
@@ -238,21 +237,7 @@ def test_the_plan_knows_what_they_take(
     assert sum(layer.codes.nbytes + layer.scales.nbytes for layer in held.values()) == by_hand
     everything = [*filled.model.parameters(), *filled.model.buffers()]
     assert estimate.parameters == sum(tensor.nbytes for tensor in everything)
-
-    loss_of = loss_function(inputs.family, dtype=getattr(torch, dtype), device=CPU)
-    trained = [parameter for parameter in filled.model.parameters() if parameter.requires_grad]
-    optimizer = optimizer_factory(inputs.config)([{"params": trained}])
-    storages = Storages()
-    for tensor in (*everything, *tensors.values()):
-        storages.know(tensor)
-    with storages:
-        for _ in range(2):
-            storages.peak = 0
-            loss_of(filled.model, tensors).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    mapped = sum(one.nbytes for one in everything if one.untyped_storage().filename is not None)
-    assert estimate.peak == pytest.approx(storages.peak + mapped, rel=0.02)
+    assert estimate.peak == pytest.approx(measured_step(inputs, filled, tensors).peak, rel=0.02)
 
 
 def test_parameters_and_operations_are_counted_as_ever(tiny: Path, clips: Path, tmp_path: Path) -> None:

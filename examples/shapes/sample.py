@@ -16,6 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 from scenes import FRAMES, SIDE, Scene
 from score import fitting, read
 
+from flowshard.families.base import as_bytes
+
 MODEL = Path(__file__).parent / "model"
 STEPS, GUIDANCE = 20, 2.0
 GALLERY = (
@@ -57,7 +59,7 @@ def make(pipeline: Any, scenes: Sequence[Scene], *, seed: int = 0) -> list[np.nd
         generator=[torch.Generator().manual_seed(seed + index) for index in range(len(scenes))],
         output_type="np",
     ).frames
-    return [np.round(video * 255).astype(np.uint8) for video in videos]
+    return [as_bytes(video) for video in videos]
 
 
 def picture(clips: Sequence[np.ndarray], captions: Sequence[str], *, columns: int = 2) -> Image.Image:

@@ -95,7 +95,11 @@ def _pieces(mask: np.ndarray) -> list[np.ndarray]:
     edges = np.flatnonzero(np.diff(np.r_[False, columns, False].astype(int)))
     parts = [mask[:, left:right] for left, right in edges.reshape(-1, 2)]
     parts = [part for part in parts if part.sum() >= _LEAST] or [mask]
-    return [part[np.ix_(part.any(axis=1), part.any(axis=0))] for part in parts]
+    return [_cropped(part) for part in parts]
+
+
+def _cropped(mask: np.ndarray) -> np.ndarray:
+    return mask[np.ix_(mask.any(axis=1), mask.any(axis=0))]
 
 
 def _overlap(piece: np.ndarray, shape: str) -> float:
@@ -108,7 +112,7 @@ def _overlap(piece: np.ndarray, shape: str) -> float:
 def _template(shape: str) -> np.ndarray:
     corners = [(32 + 24 * x, 32 + 24 * y) for x, y in outline(shape)]
     mask = draw_polygons([(corners, (255, 255, 255))], (0, 0, 0))[..., 0] > 127
-    return _scaled(mask[np.ix_(mask.any(axis=1), mask.any(axis=0))])
+    return _scaled(_cropped(mask))
 
 
 def _scaled(mask: np.ndarray) -> np.ndarray:

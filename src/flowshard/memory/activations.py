@@ -165,17 +165,17 @@ class InputOffload:
 
     def __init__(
         self,
-        elsewhere: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        host_memory: Callable[[], AbstractContextManager[Any]] = nullcontext,
         overlap: CopyStream | None = None,
     ) -> None:
         """Prepare.
 
         Args:
-            elsewhere: is entered while host memory is allocated.
+            host_memory: is entered while host memory is allocated.
             overlap: makes the copies beside the computation.
         """
-        self._elsewhere = elsewhere
-        self._overlapping = None if overlap is None else OverlappingOffload(overlap, elsewhere)
+        self._host_memory = host_memory
+        self._overlapping = None if overlap is None else OverlappingOffload(overlap, host_memory)
         self._earlier: set[int] = set()
         self.offloaded_bytes = 0
         """Bytes copied to host memory so far."""
@@ -204,7 +204,7 @@ class InputOffload:
         """Copies whose turn comes where the computation has got to."""
 
         def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device]:
-            with self._elsewhere():
+            with self._host_memory():
                 host = host_tensor(tensor.shape, tensor.dtype, tensor.device)
             return host.copy_(tensor, non_blocking=True), tensor.device
 

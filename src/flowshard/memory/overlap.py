@@ -34,14 +34,14 @@ class BlockInputs:
 class OverlappingOffload:
     """Keeps the order of copies and computation."""
 
-    def __init__(self, copies: CopyStream, new: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, copies: CopyStream, host_memory: Callable[[], AbstractContextManager[Any]]) -> None:
         """Prepare.
 
         Args:
             copies: of the device.
-            new: is entered while host memory is allocated.
+            host_memory: is entered while host memory is allocated.
         """
-        self._copies, self._new = copies, new
+        self._copies, self._host_memory = copies, host_memory
         self._leaving: deque[BlockInputs] = deque()
         self._coming: BlockInputs | None = None
         self._last: weakref.ref[BlockInputs] | None = None
@@ -57,7 +57,7 @@ class OverlappingOffload:
 
     def save(self, inputs: BlockInputs, tensor: torch.Tensor) -> int:
         """Start to copy a tensor to host memory; its place among the block's inputs."""
-        with self._new():
+        with self._host_memory():
             host = host_tensor(tensor.shape, tensor.dtype, tensor.device)
         inputs.copied = self._copies.copy([(host, tensor)])
         inputs.host.append(host)

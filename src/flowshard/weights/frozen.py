@@ -222,13 +222,13 @@ def _flops(given: Sequence[int], *args: Any, **_: Any) -> int:
     return 2 * rows * out * into
 
 
+_OPERATORS = {torch.ops.flowshard.frozen_linear.default, torch.ops.flowshard.frozen_linear_backward.default}
+
+
 def workspace_of(operator: Any, args: Sequence[Any]) -> int:
     """Bytes that a call of one of these operators needs for the whole weight while it runs; 0 for other operators."""
-    if not isinstance(operator, torch._ops.OpOverload) or operator.name().split(".")[0] not in _OPERATORS:
+    if operator not in _OPERATORS:
         return 0
     out, into = args[-1]
     given: Tensor = args[0]
     return out * into * given.element_size()
-
-
-_OPERATORS = (_OPERATOR, f"{_OPERATOR}_backward")
