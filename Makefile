@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 MODEL := runs/shapes
+# Two tests at a time, each with one thread: tiny models are no faster with two. Tests of a file share what they set up.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 .PHONY: demo shapes test test-all lint bench clean
 
@@ -34,10 +36,10 @@ shapes: .venv/installed
 		--transformer $(MODEL)/base/checkpoints/step-00004800/ema/transformer --dtype float16 --output $(MODEL)/model
 
 test: .venv/installed
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: .venv/installed
-	$(BIN)/pytest
+	$(PYTEST)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

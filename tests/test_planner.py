@@ -1,5 +1,6 @@
 """`memory.activations: auto` on a tiny model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import yaml
 
 from flowshard.config import ActivationPolicy, parse_budget
 from flowshard.errors import UserError
-from flowshard.memory.choose import most_alive
+from flowshard.memory.choose import Cost, most_alive
+from flowshard.memory.compiled import CompileChoice
 from flowshard.memory.live import LiveBytes
 from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import LossScale, Single
@@ -17,21 +19,23 @@ from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.optimizer import optimizer_factory
 from flowshard.train.planner import ActivationPlanner, Measured
 from tests import runs
+from tests.test_compile import Graphs
 
 CPU = torch.device("cpu")
+OFF, ON = CompileChoice(False, "a test"), CompileChoice(True, "a test")
 SIZE = ("data.height=64", "data.width=64")
 
 
-def _planner(inputs: RunInputs) -> ActivationPlanner:
+def _planner(inputs: RunInputs, compiling: CompileChoice = OFF) -> ActivationPlanner:
     loss = loss_function(inputs.family, dtype=getattr(torch, inputs.config.model.dtype), device=CPU)
     largest = runs.batches(inputs).largest_micro_batch()
     processes = Processes(inputs.layout, "cpu", timeout_minutes=1)
-    return ActivationPlanner(inputs, largest, loss, processes)
+    return ActivationPlanner(inputs, largest, loss, processes, compiling)
 
 
-def _measure(inputs: RunInputs) -> Measured:
+def _measure(inputs: RunInputs, compiling: CompileChoice = OFF) -> Measured:
     build = build_on_meta(inputs)
-    return _planner(inputs).measure(build.model, build.blocks)
+    return _planner(inputs, compiling).measure(build.model, build.blocks)
 
 
 def _needs(measured: Measured, policy: ActivationPolicy) -> int:
@@ -86,6 +90,27 @@ def test_the_chosen_mix_stays_below_the_budget(
     most = parse_budget(budget)
     assert _peak(inputs, build) <= most
     assert _peak(free, build_on_meta(free)) > most, "with all kept it does not fit, so something was measured"
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_compiled_blocks_are_timed_where_the_run_compiles_them(
+    tiny: Path, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Each kind is compiled twice, with attention outputs kept and without, and every measurement but the first runs that."""
+    graphs = Graphs(monkeypatch, "aot_eager")
+    inputs = check_inputs(runs.config(tiny, clips, tmp_path / "run", f"train.method={method}"))
+    plain = _measure(inputs)
+    assert graphs.number == 0
+    build = build_on_meta(inputs)
+    measured = _planner(inputs, ON).measure(build.model, build.blocks)
+    assert graphs.number == 2
+    assert graphs.calls >= 5 * 6 and graphs.calls % 6 == 0  # policies that recompute run it twice
+    assert [_bytes(costs) for costs in measured.costs] == [_bytes(costs) for costs in plain.costs]
+    assert not any("forward" in vars(block) for block in build.blocks)
+
+
+def _bytes(costs: Mapping[ActivationPolicy, Cost]) -> dict[ActivationPolicy, tuple[int, int]]:
+    return {policy: (cost.kept, cost.peak) for policy, cost in costs.items()}
 
 
 def test_what_cannot_fit_is_refused_with_the_least_that_is_needed(tiny: Path, clips: Path, tmp_path: Path) -> None:

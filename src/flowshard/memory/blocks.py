@@ -6,7 +6,7 @@ nothing else of the model exists yet.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from flowshard.config import ActivationPolicy
 from flowshard.device import synchronize
 from flowshard.memory.activations import PolicyCaller
 from flowshard.memory.choose import Cost
+from flowshard.memory.compiled import CompileChoice, compiled_alone
 from flowshard.memory.fakes import Forward, Tensors, fake_call, forgetting
 from flowshard.memory.live import LiveBytes
 from flowshard.memory.storages import storage_id
@@ -142,6 +143,7 @@ def measure_block(
     *,
     autocast: torch.dtype | None,
     partitioned: bool,
+    compiling: CompileChoice,
     agree: Callable[[int], int],
 ) -> dict[ActivationPolicy, Cost]:
     """Run a block with random weights and inputs under each policy.
@@ -153,6 +155,7 @@ def measure_block(
         device: where it will run.
         autocast: the type to which it computes, or None.
         partitioned: see `apply_activation_policies`.
+        compiling: whether it is compiled code that is timed. Bytes are those of the block as it is, which are not less.
         agree: gives all processes the number of repetitions that the main one has found.
     """
     generator = torch.Generator(device)
@@ -183,10 +186,14 @@ def measure_block(
             if one is not None:
                 live.leave_out(one)
         first[policy] = run(policy, live)
-    once = sum(run(policy).seconds for policy in POLICIES)
-    repeats = agree(min(_MOST, max(_LEAST, int(_SECONDS / once))))
-    # They take turns, so that a change of the machine's speed meets all; the least is what other work disturbs least.
-    times = [{policy: run(policy).seconds for policy in POLICIES} for _ in range(repeats)]
+    with trial.compiled(compiling):
+        if compiling.enabled:
+            for policy in POLICIES:
+                run(policy)  # compiles
+        once = sum(run(policy).seconds for policy in POLICIES)
+        repeats = agree(min(_MOST, max(_LEAST, int(_SECONDS / once))))
+        # They take turns, so that a change of the machine's speed meets all; the least is what other work disturbs least.
+        times = [{policy: run(policy).seconds for policy in POLICIES} for _ in range(repeats)]
     seconds = without_noise({policy: min(one[policy] for one in times) for policy in POLICIES})
     return {policy: Cost(seconds[policy], first[policy].kept, first[policy].peak) for policy in POLICIES}
 
@@ -229,9 +236,22 @@ class _Trial:
         autocast: torch.dtype | None,
         partitioned: bool,
     ) -> None:
-        self._inputs, self._given, self._device = call.inputs, given, device
+        self._block, self._inputs, self._given, self._device = call.block, call.inputs, given, device
         self._own = [storage_id(value) not in call.shared for value in _tensors(call.inputs)]
         self._autocast, self._partitioned = autocast, partitioned
+        self._use: Callable[[ActivationPolicy], None] | None = None
+
+    @contextmanager
+    def compiled(self, compiling: CompileChoice) -> Iterator[None]:
+        """While active, compiled code runs, if it is to be."""
+        if not compiling.enabled:
+            yield
+            return
+        name = f"measured_{type(self._block).__name__}_{id(self)}"
+        with compiled_alone(self._block, name, fall_back=compiling.fall_back) as use:
+            self._use = use
+            yield
+        self._use = None
 
     def _arguments(self) -> tuple[Any, ...]:
         """As the block before it would give them: what it made is new, and belongs to nobody else."""
@@ -243,7 +263,9 @@ class _Trial:
 
     def run(self, block: torch.nn.Module, policy: ActivationPolicy, live: LiveBytes | None) -> Cost:
         """Once; `live` counts, which takes time."""
-        caller = PolicyCaller(lambda _: policy, partitioned=self._partitioned)
+        caller = PolicyCaller(lambda _: policy, partitioned=self._partitioned, compiled=self._use is not None)
+        if self._use is not None:
+            self._use(policy)
         # Offloading leaves alone what an earlier block had as well.
         caller.offload.of([one for one, own in zip(self._given, self._own, strict=True) if not own])
         mixed = nullcontext() if self._autocast is None else torch.autocast(self._device.type, dtype=self._autocast)

@@ -5,7 +5,8 @@ block (of engines, of sequence parallelism) run around it, uncompiled.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -126,9 +127,43 @@ def compile_blocks(
         own = vars(block).get("forward")  # of a block that somebody changed
         kind = (lists[id(block)], type(block), policy == "selective", id(own))
         if kind not in kinds:
-            forward = type(block).forward if own is None else _without_self(own)
-            kinds[kind] = _compiled(forward, f"{lists[id(block)]}_{len(kinds)}", selective=policy == "selective")
+            name = f"{lists[id(block)]}_{len(kinds)}"
+            kinds[kind] = _compiled(_forward_of(block), name, selective=policy == "selective")
         block.forward = _in_training(block, block.forward, kinds[kind])
+
+
+@contextmanager
+def compiled_alone(
+    block: torch.nn.Module, name: str, *, fall_back: bool
+) -> Iterator[Callable[[ActivationPolicy], None]]:
+    """While active, a block runs compiled code; it is given what makes it run that of a policy.
+
+    Args:
+        block: for measuring it; it must be in training mode.
+        name: that no other block is measured by.
+        fall_back: see `CompileChoice`.
+    """
+    _set_up(fall_back=fall_back)
+    own = vars(block).get("forward")
+    forward = _forward_of(block)
+    both = {selective: _compiled(forward, f"{name}_{selective}", selective=selective) for selective in (False, True)}
+
+    def use(policy: ActivationPolicy) -> None:
+        block.forward = partial(both[policy == "selective"], block)
+
+    try:
+        yield use
+    finally:
+        if own is None:
+            vars(block).pop("forward", None)
+        else:
+            block.forward = own
+
+
+def _forward_of(block: torch.nn.Module) -> Callable[..., Any]:
+    """A block's computation as a function of the block."""
+    own = vars(block).get("forward")
+    return type(block).forward if own is None else _without_self(own)
 
 
 def _without_self(bound: Callable[..., Any]) -> Callable[..., Any]:

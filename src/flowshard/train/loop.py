@@ -101,7 +101,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     largest = batches.largest_micro_batch()
     flops = FlopMeter(inputs, largest, processes)
     loss_of = loss_function(inputs.family, dtype=dtype, device=device)
-    planner = ActivationPlanner(inputs, largest, loss_of, processes)
+    planner = ActivationPlanner(inputs, largest, loss_of, processes, compiling)
     build = build_on_meta(
         inputs, sequence, device=device, measure=flops.count, choose=planner.choose, compiling=compiling
     )

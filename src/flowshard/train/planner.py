@@ -18,6 +18,7 @@ from flowshard.memory.choose import (
     most_alive,
     total_nanoseconds,
 )
+from flowshard.memory.compiled import CompileChoice
 from flowshard.memory.estimate import MemoryEstimate
 from flowshard.parallel.processes import Processes
 from flowshard.plan.model import PlannedModel
@@ -61,6 +62,7 @@ class ActivationPlanner:
         largest: MicroBatch,
         loss: LossFunction,
         processes: Processes,
+        compiling: CompileChoice,
     ) -> None:
         """Prepare.
 
@@ -69,9 +71,10 @@ class ActivationPlanner:
             largest: the micro-batch that is planned for.
             loss: maps model and tensors of a micro-batch to the loss.
             processes: of which the main one decides.
+            compiling: whether the run's blocks will be compiled.
         """
         self._inputs, self._largest, self._loss = inputs, largest, loss
-        self._processes = processes
+        self._processes, self._compiling = processes, compiling
         self._planned_for: dict[str, Any] = {}
         self._policies: list[ActivationPolicy] = []
         self._planned: PlannedModel | None = None
@@ -150,7 +153,12 @@ class ActivationPlanner:
             # One between others, as the first may get what needs no gradient yet.
             call = calls.blocks[places[len(places) // 2]]
             costs = measure_block(
-                call, device, autocast=calls.autocast, partitioned=partitioned, agree=self._processes.share
+                call,
+                device,
+                autocast=calls.autocast,
+                partitioned=partitioned,
+                compiling=self._compiling,
+                agree=self._processes.share,
             )
             measured.update(dict.fromkeys(places, costs))
         keep: list[ActivationPolicy] = ["keep"] * len(blocks)  # any policy: what counts here is the same with all
