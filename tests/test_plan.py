@@ -200,6 +200,10 @@ def test_degrees_between_others_are_as_if_measured(tmp_path: Path) -> None:
             ["data.frames=1", "data.height=16", "data.width=16", "train.global_batch=1", "--devices", "8"],
             "train.global_batch: 1 samples cannot be divided among 8 processes",
         ),
+        (
+            ["model.frozen_dtype=float8", "--devices", "8", "--device", "910b2"],
+            "model.frozen_dtype: 'float8' is not for NPUs",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_the_fix(

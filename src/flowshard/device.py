@@ -79,13 +79,13 @@ def check_memory_options(device: torch.device, memory: MemoryConfig) -> None:
         )
 
 
-def check_frozen_dtype(device: torch.device, held_as: str | None) -> None:
-    """Refuse a `model.frozen_dtype` that there is nothing for on the device.
+def check_frozen_dtype(kind: str, held_as: str | None) -> None:
+    """Refuse a `model.frozen_dtype` that there is nothing for on devices of a kind, such as `npu`.
 
     Raises:
         UserError: nf4 or float8 on an NPU.
     """
-    if device.type == "npu" and held_as in ("nf4", "float8"):
+    if kind == "npu" and held_as in ("nf4", "float8"):
         why = "bitsandbytes does not support them" if held_as == "nf4" else "the 910 series has no such type"
         raise UserError(f"model.frozen_dtype: {held_as!r} is not for NPUs, as {why}; use int8 or null")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowshard.errors import RunError, UserError
+from flowshard.libraries import quiet_libraries
 from flowshard.parity.cases import Case, case_config, parse_case
 from flowshard.parity.faults import parse_fault
 from flowshard.parity.launch import trace_cases
@@ -52,6 +53,7 @@ def parity(options: ParityOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="flowshard-parity-") as name:
         folder = Path(name)
         configs = {case: case_config(case, options.config, overrides, folder) for case in cases}
+        quiet_libraries()  # takes seconds, as it imports them; a wrong option does not wait for it
         dtype = configs[cases[0]].model.dtype
         traces = trace_cases(configs, folder, fault=options.fault)
         found = _report(cases, traces, options, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import torch
 
-from flowshard.device import known_peak
+from flowshard.device import check_frozen_dtype, known_peak
 from flowshard.errors import UserError
 from flowshard.families.base import Family
 from flowshard.memory.fakes import Tensors
@@ -56,9 +56,11 @@ def make_plan(question: Question) -> Plan:
     """Answer a question.
 
     Raises:
-        UserError: no layout is legal, or a pattern of the config matches nothing.
+        UserError: no layout is legal, a pattern of the config matches nothing, or the device cannot hold weights in
+            `model.frozen_dtype`.
     """
     config, family = question.config, question.family
+    check_frozen_dtype(question.hardware.kind, config.model.frozen_dtype)
     inputs = _inputs(question)
     tensors, tokens = _micro_batch(inputs, question)
     whole, _ = typed_model(inputs)

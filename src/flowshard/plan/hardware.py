@@ -31,6 +31,11 @@ class Hardware:
     host: float
     """To host memory."""
 
+    @property
+    def kind(self) -> str:
+        """As torch names it."""
+        return "npu" if self.product.startswith("910") else "cuda"
+
 
 HARDWARE = {
     # Memory and speeds from the makers' data sheets; `outside` is what the makers' own systems have for each device (DGX,

@@ -67,7 +67,7 @@ def train(inputs: RunInputs, processes: Processes, observer: Observer | None = N
     observer = observer or Observer()
     check_dtype(device, config.model.dtype)
     check_memory_options(device, config.memory)
-    check_frozen_dtype(device, config.model.frozen_dtype)
+    check_frozen_dtype(device.type, config.model.frozen_dtype)
     dtype = getattr(torch, config.model.dtype)
     make_optimizer = optimizer_factory(config)
     compiling = choose_compile(
