@@ -12,7 +12,7 @@ from flowshard.data.clips import Cut
 from flowshard.data.media import read_frames, read_inputs
 from flowshard.data.metadata import read_metadata
 from flowshard.errors import UserError
-from flowshard.families.base import Input
+from flowshard.families.variant import Input
 
 FIRST = Input("input_image", "image", from_clip="first")
 LAST = Input("end_image", "image", from_clip="last")

@@ -12,7 +12,7 @@ from flowshard.config_file import load_config
 from flowshard.device import known_peak
 from flowshard.errors import UserError
 from flowshard.families import all_families, find_variant
-from flowshard.families.base import Size
+from flowshard.families.variant import Size
 from flowshard.plan.candidates import candidates
 from flowshard.plan.command import Plan, make_plan, transformer_settings
 from flowshard.plan.hardware import HARDWARE, USABLE, parse_bytes

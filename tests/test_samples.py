@@ -21,7 +21,7 @@ from flowshard.config_file import dump_config, load_config
 from flowshard.data.media import write_video
 from flowshard.errors import UserError
 from flowshard.families import find_variant
-from flowshard.families.base import as_bytes
+from flowshard.families.pixels import as_bytes
 from flowshard.families.wan import Wan
 from flowshard.parallel.processes import Processes
 from flowshard.train import samples as samples_module

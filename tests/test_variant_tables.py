@@ -1,7 +1,8 @@
 """The tables of the pages on variants say what the registry and the tests have."""
 
 from flowshard.families import all_families
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family
+from flowshard.families.variant import Variant
 from tests import pictures, test_families, test_original_images, test_original_wan, test_wan_variants
 from tests.conftest import REPOSITORY
 

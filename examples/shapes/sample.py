@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from scenes import FRAMES, SIDE, Scene
 from score import fitting, read
 
-from flowshard.families.base import as_bytes
+from flowshard.families.pixels import as_bytes
 
 MODEL = Path(__file__).parent / "model"
 STEPS, GUIDANCE = 20, 2.0

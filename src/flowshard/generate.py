@@ -13,7 +13,7 @@ from flowshard.data.given import check_files
 from flowshard.data.media import read_inputs, write_video
 from flowshard.errors import UserError
 from flowshard.families import Family
-from flowshard.families.base import Sampling, Variant
+from flowshard.families.variant import Sampling, Variant
 from flowshard.parallel.layout import Layout, generation_layout
 from flowshard.weights.files import (
     LORA_FILE,

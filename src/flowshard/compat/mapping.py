@@ -15,7 +15,7 @@ from flowshard.compat.options import WAN, Script
 from flowshard.config import Config
 from flowshard.config_file import config_of
 from flowshard.errors import UserError
-from flowshard.families.base import Input
+from flowshard.families.variant import Input
 from flowshard.parallel.deepspeed_config import read_deepspeed_file
 from flowshard.parallel.launcher import launcher_deepspeed_file, launcher_strategy
 from flowshard.parity.cases import parse_case

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from flowshard.data.media import picture_size
 from flowshard.errors import UserError
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family
+from flowshard.families.variant import Variant
 
 
 def check_files(

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from flowshard.data.clips import Cut, TooShortError, read_clip
 from flowshard.data.problems import DataError
 from flowshard.errors import UserError
-from flowshard.families.base import Input, Inputs
+from flowshard.families.variant import Input, Inputs
 
 MEDIA_VERSION = 1
 """Raised whenever `read_frames` gives other pixels, so that no stale encoded sample is used."""

@@ -12,7 +12,7 @@ from typing import Any
 from flowshard.data.media import is_image
 from flowshard.data.problems import DataError, Note, stop
 from flowshard.data.records import Records, natural_order, read_records
-from flowshard.families.base import Input
+from flowshard.families.variant import Input
 
 TEXT_COLUMN = "prompt"
 MEDIA_COLUMNS = ("video", "image", "media")

@@ -9,7 +9,8 @@ from flowshard.data.clips import Cut
 from flowshard.data.media import WHOLE, read_frames, read_inputs
 from flowshard.data.metadata import Row
 from flowshard.data.sizes import row_size
-from flowshard.families.base import Family, Inputs
+from flowshard.families.base import Family
+from flowshard.families.variant import Inputs
 from flowshard.seeds import uniform
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from flowshard.config import DataConfig, SourceConfig
 from flowshard.data.metadata import Metadata, read_metadata
 from flowshard.data.problems import DataError, Note, stop
-from flowshard.families.base import Input
+from flowshard.families.variant import Input
 
 LONGEST_EPOCH = 100_000_000
 """Samples of an epoch; weights that are further apart are a mistake."""

@@ -5,7 +5,8 @@ import importlib
 from functools import cache
 
 from flowshard.errors import UserError
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family
+from flowshard.families.variant import Variant
 
 __all__ = ["Family", "Variant", "all_families", "families_of_pipeline", "find_variant", "get_family", "key_of"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.errors import RunError, UserError
+from flowshard.errors import UserError
+from flowshard.families.variant import Input, Inputs, Size, Variant
 from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:
@@ -25,67 +25,6 @@ if TYPE_CHECKING:
     from flowshard.weights.source import ModelSource
 
     Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the publisher samples a model: the defaults of `flowshard generate`."""
-
-    height: int
-    width: int
-    frames: int
-    steps: int
-    guidance: float
-    guidance_low: float | None = None
-    """Of the transformer for low noise of a model with two; None is the same."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """What a model gets besides the prompt, from a column of the metadata."""
-
-    column: str
-    kind: Literal["image", "images", "video"]
-    """One picture or a clip, at the size of the run; or pictures of any size."""
-    from_clip: Literal["first", "last"] | None = None
-    """Which frame of the sample's own clip it is for rows that name no file."""
-    required: bool = True
-    """Whether a row without it is refused, if the clip does not give it."""
-    several: bool = False
-    """Whether a sample can have more than one of `images`."""
-
-
-class Size(NamedTuple):
-    """Of a sample in pixels and frames."""
-
-    height: int
-    width: int
-    frames: int
-
-
-Inputs = Mapping[str, Any]
-"""By column: a picture or a clip as uint8 RGB of shape (frames, height, width, 3); `images` as a list of PIL images."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A published model."""
-
-    name: str
-    hub_id: str
-    """Repository of the diffusers-format weights."""
-    heads: int
-    """Attention heads of the transformer."""
-    scheduler: Mapping[str, Any]
-    """Sigma shift of the publisher's scheduler in diffusers' terms, for models that come without their scheduler."""
-    sampling: Sampling
-    known_by: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of pipeline, transformer or scheduler that tell it from its siblings; one that is not there is false."""
-    experts: Mapping[str, tuple[float, float]] | None = None
-    """Of a model with two transformers: `high` and `low` to the range of sigma that each is for."""
-    transformer: Mapping[str, Any] = field(default_factory=dict)
-    """The transformer's published `config.json`, as far as it differs from the defaults of its class in diffusers; to plan
-    without files."""
 
 
 class Family(ABC):
@@ -483,16 +422,3 @@ class Family(ABC):
         """
         del pipeline, directory, variant
         raise UserError(f"--format original: {self.name} is read in the diffusers layout only; use --format diffusers")
-
-
-def as_bytes(pixels: np.ndarray) -> np.ndarray:
-    """Pixels in [0, 1] as uint8.
-
-    Raises:
-        RunError: some are no numbers.
-    """
-    import numpy as np
-
-    if not np.isfinite(pixels).all():
-        raise RunError("the pipeline made pixels that are no numbers; take more denoising steps, or float32")
-    return (pixels * 255).round().astype(np.uint8)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.flux_files import FLUX_NAMES, flux_sizes
 from flowshard.families.image_files import VAE_FILE, parts
 from flowshard.families.images import FLUX_VAE, prompt_length
 from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import make_on_cpu, rotate
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Sampling, Size, Variant
 
 if TYPE_CHECKING:
     import numpy as np

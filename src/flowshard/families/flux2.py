@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
-from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.flux import TEXT_TOKENS, plan_of_two_streams, rotate_tokens
 from flowshard.families.flux_files import FLUX2_NAMES, flux2_sizes
 from flowshard.families.image_files import VAE_FILE, parts
@@ -16,6 +15,7 @@ from flowshard.families.images import prompt_length
 from flowshard.families.joint import REFERENCE, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import make_on_cpu
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Input, Sampling, Size, Variant
 
 if TYPE_CHECKING:
     import numpy as np

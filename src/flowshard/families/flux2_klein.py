@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from flowshard.families.base import Sampling, Variant
 from flowshard.families.flux2 import SCHEDULER, Flux2
 from flowshard.families.image_files import VAE_FILE, parts
+from flowshard.families.variant import Sampling, Variant
 
 _BASE = Sampling(height=1024, width=1024, frames=1, steps=50, guidance=4.0)
 _DISTILLED = Sampling(height=1024, width=1024, frames=1, steps=4, guidance=1.0)

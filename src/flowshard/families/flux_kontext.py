@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Input, Sampling, Variant
 from flowshard.families.flux import DISTILLED, SCHEDULER, Flux
+from flowshard.families.variant import Input, Sampling, Variant
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.errors import UserError
 from flowshard.families import image_files
-from flowshard.families.base import Family, Variant, as_bytes
+from flowshard.families.base import Family
+from flowshard.families.pixels import as_bytes
+from flowshard.families.variant import Variant
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from flowshard.families.base import Inputs, Size, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs, Size
 
 Rotate = Callable[..., "torch.Tensor"]
 """Applies rotary tables to (batch, tokens, heads, size)."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.image_files import count_blocks, parts
 from flowshard.families.joint import JointAttention, JointFamily, grids, join_grids, stack_references, to_grid
 from flowshard.families.rotary import make_on_cpu, rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Sampling, Size, Variant
 from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.qwen_image import SCHEDULER, QwenImage
+from flowshard.families.variant import Input, Sampling, Size, Variant
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs
     from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 

@@ -11,7 +11,8 @@ from flowshard.families import tiny, tiny_encoders, wan_encoders
 from flowshard.seeds import isolated_rng
 
 if TYPE_CHECKING:
-    from flowshard.families.base import Family, Variant
+    from flowshard.families.base import Family
+    from flowshard.families.variant import Variant
 
 _IMAGE_WIDTH, _IMAGE_SIZE, _IMAGE_PATCH = 32, 28, 14
 IMAGE_TOKENS = (_IMAGE_SIZE // _IMAGE_PATCH) ** 2 + 1

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowshard.families import wan_encoders, wan_files, wan_names
-from flowshard.families.base import Family, Sampling, Size, Variant, as_bytes
+from flowshard.families.base import Family
+from flowshard.families.pixels import as_bytes
 from flowshard.families.rotary import rotate
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Sampling, Size, Variant
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs
     from flowshard.weights.files import TensorInfo
     from flowshard.weights.source import ModelSource
 

@@ -15,7 +15,8 @@ from flowshard.errors import UserError
 from flowshard.families import wan_encoders
 
 if TYPE_CHECKING:
-    from flowshard.families.base import Family, Variant
+    from flowshard.families.base import Family
+    from flowshard.families.variant import Variant
     from flowshard.weights.files import TensorInfo
 
 WEIGHTS = "diffusion_pytorch_model*.safetensors"

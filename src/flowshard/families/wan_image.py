@@ -13,14 +13,15 @@ from PIL import Image
 
 from flowshard.errors import UserError
 from flowshard.families import wan_files
-from flowshard.families.base import Input, Sampling, Size, Variant
+from flowshard.families.variant import Input, Sampling, Size, Variant
 from flowshard.families.wan import Wan, experts
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs
 
 FIRST = Input("input_image", "image", from_clip="first")
 LAST = Input("end_image", "image", from_clip="last")

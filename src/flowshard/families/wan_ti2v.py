@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from flowshard.families import wan_files
-from flowshard.families.base import Input, Sampling, Size, Variant
+from flowshard.families.variant import Input, Sampling, Size, Variant
 from flowshard.families.wan import PATCH, Wan
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs
 
 FIRST = Input("input_image", "image", from_clip="first", required=False)
 _CONDITION = "first_frame"

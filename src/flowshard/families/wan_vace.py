@@ -15,14 +15,15 @@ import numpy as np
 from PIL import Image
 
 from flowshard.errors import UserError
-from flowshard.families.base import Input, Sampling, Size, Variant
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Input, Sampling, Size, Variant
 from flowshard.families.wan import PATCH, Wan, experts
 
 if TYPE_CHECKING:
     import torch
 
-    from flowshard.families.base import Inputs, Tensors
+    from flowshard.families.base import Tensors
+    from flowshard.families.variant import Inputs
     from flowshard.weights.source import ModelSource
 
 VIDEO = Input("vace_video", "video", required=False)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flowshard.families.base import Sampling, Size, Variant
 from flowshard.families.image_files import VAE_FILE, count_blocks, parts
 from flowshard.families.images import FLUX_VAE, ImageFamily
 from flowshard.families.rotary import real_tables, rotate_complex
 from flowshard.families.sequence import SequencePlan, Tokens
+from flowshard.families.variant import Sampling, Size, Variant
 from flowshard.weights.names import Vocabulary
 
 if TYPE_CHECKING:

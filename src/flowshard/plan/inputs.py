@@ -11,7 +11,7 @@ from flowshard.data.cached_sets import find_set
 from flowshard.data.sizes import check_budget, run_size
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
-from flowshard.families.base import Size
+from flowshard.families.variant import Size
 from flowshard.parallel.layout import Layout, divisors
 from flowshard.plan.hardware import DEFAULT, Hardware, find_hardware, parse_bytes
 from flowshard.train.inputs import with_expert, with_variant

@@ -9,7 +9,7 @@ from flowshard.data.given import check_files
 from flowshard.data.sizes import run_size
 from flowshard.errors import UserError
 from flowshard.families import Family, Variant
-from flowshard.families.base import Sampling
+from flowshard.families.variant import Sampling
 from flowshard.parallel.layout import Layout
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from flowshard.data.media import read_inputs, write_video
 from flowshard.device import autocast
 from flowshard.errors import RunError
-from flowshard.families.base import Inputs
+from flowshard.families.variant import Inputs
 from flowshard.parallel.processes import Processes
 from flowshard.parallel.strategies import Strategy
 from flowshard.seeds import isolated_rng

@@ -8,7 +8,8 @@ from typing import Any
 
 from flowshard.errors import UserError
 from flowshard.families import all_families
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family
+from flowshard.families.variant import Variant
 from flowshard.weights.files import TensorInfo, read_header, read_json
 from flowshard.weights.names import Part
 from flowshard.weights.places import all_of, beside, expert_of, label, opened_at, part_of

@@ -8,7 +8,8 @@ from typing import Any
 from flowshard.config import ModelConfig
 from flowshard.errors import UserError
 from flowshard.families import all_families, families_of_pipeline, find_variant
-from flowshard.families.base import Family, Variant
+from flowshard.families.base import Family
+from flowshard.families.variant import Variant
 from flowshard.weights.files import (
     LOW_EXPERT_FOLDER,
     TRANSFORMER_FOLDER,
