@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flowshard.config import Config
-from flowshard.config_file import from_cache, load_config
+from flowshard.config_conflicts import from_cache
+from flowshard.config_file import load_config
 from flowshard.data.cached_sets import find_set
 from flowshard.data.sizes import check_budget, run_size
 from flowshard.errors import UserError

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from flowshard.config import Config, DataConfig
-from flowshard.config_file import from_cache, load_config
+from flowshard.config_conflicts import from_cache
+from flowshard.config_file import load_config
 from flowshard.data.cached_sets import find_set
 from flowshard.data.metadata import Metadata
 from flowshard.data.problems import DataError

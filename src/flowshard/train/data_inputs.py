@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flowshard.config import Config
-from flowshard.config_file import check_conflicts, from_cache
+from flowshard.config_conflicts import check_conflicts, from_cache
 from flowshard.data.cached_sets import find_set
 from flowshard.data.held_out import hold_out
 from flowshard.data.media import picture_size

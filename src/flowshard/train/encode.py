@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flowshard.config import Config
-from flowshard.config_file import from_cache
+from flowshard.config_conflicts import from_cache
 from flowshard.data.sources import RunData
 from flowshard.errors import UserError
 from flowshard.families import Family
