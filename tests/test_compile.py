@@ -217,8 +217,8 @@ LAYOUTS = [
     "zero2:2,compile=true,activations=recompute",
     "fsdp2:2,compile=true,activations=selective",
     "sp:2,compile=true,micro_batch=2",
-    "sp:2,compile=true,activations=auto",
     "fsdp2:2,compile=true,sequence=2,ring=2,activations=selective",
+    "sp:2,compile=true,activations=auto",
 ]
 
 
