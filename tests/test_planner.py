@@ -19,10 +19,10 @@ from flowshard.train.inputs import RunInputs, check_inputs
 from flowshard.train.optimizer import optimizer_factory
 from flowshard.train.planner import ActivationPlanner, Measured
 from tests import runs
-from tests.test_compile import Graphs
+from tests.test_compile import ON, Graphs
 
 CPU = torch.device("cpu")
-OFF, ON = CompileChoice(False, "a test"), CompileChoice(True, "a test")
+OFF = CompileChoice(False, "a test")
 SIZE = ("data.height=64", "data.width=64")
 
 
@@ -33,9 +33,9 @@ def _planner(inputs: RunInputs, compiling: CompileChoice = OFF) -> ActivationPla
     return ActivationPlanner(inputs, largest, loss, processes, compiling)
 
 
-def _measure(inputs: RunInputs, compiling: CompileChoice = OFF) -> Measured:
+def _measure(inputs: RunInputs) -> Measured:
     build = build_on_meta(inputs)
-    return _planner(inputs, compiling).measure(build.model, build.blocks)
+    return _planner(inputs).measure(build.model, build.blocks)
 
 
 def _needs(measured: Measured, policy: ActivationPolicy) -> int:
